@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli import chat, check, compare, inspect, keys, plan, push, run, status, verify
+from pipeline.cli import chat, check, compare, inspect, keys, plan, push, run, serve, status, verify
 from pipeline.cli.ending import ends_well
 from pipeline.errors import ConfigError
 
@@ -27,6 +27,7 @@ for command in (
     inspect.inspect,
     compare.compare,
     chat.chat,
+    serve.serve,
     check.check,
     push.push,
     keys.keys,

@@ -8,7 +8,7 @@ same way: tokens kept over forwards of the target, after the prefill and its tok
 The study of load (`check.studies: [load]`) sends 1 to 64 requests at once to vLLM's server, with
 and without heads: heads use computation that is idle only while requests are few. Client and server
 share the machine. The acceleration rate of this study is over the drafts that the server counts
-(see `vllm_server`), not over the forwards of each request.
+(see `vllm_load`), not over the forwards of each request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.export.layout import Content, read_layout
 from pipeline.targets.loading import load_on_gpus
 from pipeline.targets.vllm_decode import DecodeTask, decode_in_vllm
-from pipeline.targets.vllm_server import LoadFigures, LoadTask, serve_under_load
+from pipeline.targets.vllm_load import LoadFigures, LoadTask, serve_under_load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from pydantic import ValidationError
 from pipeline.conversations.requests import Completion, Finish, Request
 from pipeline.errors import ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.targets import files
+from pipeline.targets.files import is_local
 from pipeline.targets.lm_head import require_lm_head
 from pipeline.targets.loading import require_gpus
 from pipeline.targets.spec import (
@@ -273,15 +275,50 @@ def engine_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> di
     if gpus > 1:  # the worker's own GPUs; with Ray vLLM would reserve others
         arguments["distributed_executor_backend"] = "mp"
     if not gpus:
-        number_bytes = spec.torch_dtype.itemsize
-        two_texts = 2 * context * cached_numbers(model_config(spec)) * number_bytes
-        arguments["enforce_eager"] = True
-        arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(context, CPU_BATCH_TOKENS)
-        # prefixes are shared in blocks: 1.15 times the tokens/s of vLLM's 128 on short turns
-        arguments["block_size"] = 32
-        arguments["kv_cache_memory_bytes"] = max(CPU_KV_CACHE_BYTES, two_texts)
+        arguments.update(_cpu_arguments(spec, context))
     return {**arguments, **engine_args}
+
+
+def serving_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> dict[str, Any]:
+    """Return the arguments of vLLM's server for the target; `engine_args` override them.
+
+    On a CPU the cache is as small as `CPU_KV_CACHE_BYTES`, and the context is cut if two texts of
+    its length do not fit.
+
+    Raises:
+        ConfigError: On a CPU, the target's context length is unknown.
+    """
+    spec = spec_for_vllm(spec, on_gpu=gpus > 0)
+    arguments: dict[str, Any] = {
+        "model": spec.model,
+        "revision": spec.revision,
+        "dtype": spec.dtype,
+        "served_model_name": Path(spec.model).name if is_local(spec.model) else spec.model,
+    }
+    if gpus > 1:
+        arguments["tensor_parallel_size"] = gpus
+    if not gpus:
+        room = CPU_KV_CACHE_BYTES // (2 * _cached_bytes(spec))
+        arguments.update(_cpu_arguments(spec, min(room, context_length(spec))))
+    return {**arguments, **engine_args}
+
+
+def _cpu_arguments(spec: TargetSpec, context: int) -> dict[str, Any]:
+    """Return vLLM's arguments on a CPU, for texts of at most `context` tokens."""
+    return {
+        "max_model_len": context,
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(context, CPU_BATCH_TOKENS),
+        # prefixes are shared in blocks: 1.15 times the tokens/s of vLLM's 128 on short turns
+        "block_size": 32,
+        "kv_cache_memory_bytes": max(CPU_KV_CACHE_BYTES, 2 * context * _cached_bytes(spec)),
+    }
+
+
+def _cached_bytes(spec: TargetSpec) -> int:
+    """Return the bytes of a token's keys and values."""
+    return cached_numbers(model_config(spec)) * spec.torch_dtype.itemsize
 
 
 def spec_for_vllm(spec: TargetSpec, *, on_gpu: bool) -> TargetSpec:

@@ -34,7 +34,7 @@ from pipeline.evaluation.served import (
 from pipeline.evaluation.speed import check_speed
 from pipeline.targets.spec import TargetSpec
 from pipeline.targets.vllm_decode import VLLMTexts
-from pipeline.targets.vllm_server import LoadFigures, LoadTask
+from pipeline.targets.vllm_load import LoadFigures, LoadTask
 
 PROMPTS = [Prompt("a", [0, 5]), Prompt("b", [0, 6])]
 CHAIN = {"method": "medusa", "model": "export", "num_speculative_tokens": 3}

@@ -17,7 +17,7 @@ from pipeline.heads.kind import TargetWeights
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.recurrent import RecurrentHeads
 from pipeline.heads.shapes import MedusaShape, RecurrentShape
-from pipeline.targets import vllm_decode, vllm_server
+from pipeline.targets import vllm_decode, vllm_load
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.spec import load_tokenizer, model_config
 from pipeline.targets.transformers_engines import (
@@ -26,7 +26,7 @@ from pipeline.targets.transformers_engines import (
 )
 from pipeline.targets.vllm_decode import DecodeTask, decode_in_vllm
 from pipeline.targets.vllm_engine import VLLMFeatureEngine, VLLMGenerationEngine
-from pipeline.targets.vllm_server import LoadTask, serve_under_load
+from pipeline.targets.vllm_load import LoadTask, serve_under_load
 from tests.cluster import work_here
 from tests.heads.pruning import pruned
 from tests.targets.conftest import CONTEXT, EOS
@@ -224,7 +224,7 @@ def test_a_server_starts_with_target_and_heads_of_an_export(counting_target, tmp
     export = exported(counting_target, right_cell(counting_target), "expanded", tmp_path)
     alone = read_layout(export).engine_args(export, counting_target.model)
     assert alone == {"model": str(export)}, "the export names target and number of tokens"
-    work_here(monkeypatch, vllm_server)
+    work_here(monkeypatch, vllm_load)
     # vLLM's default, which starts faster
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     (found,) = serve_under_load([LoadTask(counting_target, PROMPTS, 33, alone, levels=(1, 2))])

@@ -1,11 +1,11 @@
-"""vLLM's server: flags, start, end, and load levels in turn."""
+"""vLLM's server: flags, start and end."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from types import SimpleNamespace
 
@@ -13,27 +13,15 @@ import pytest
 
 from pipeline.errors import EnvironmentFault
 from pipeline.targets import vllm_server
-from pipeline.targets.vllm_server import LoadFigures, LoadTask, running_server, server_flags
+from pipeline.targets.vllm_server import (
+    LOOPBACK,
+    Address,
+    failure_reason,
+    free_port,
+    running_server,
+    server_flags,
+)
 from tests.forks import has_ended
-
-
-def test_loads_take_turns_and_the_median_pass_counts(random_target, monkeypatch):
-    """Other work disturbs the second pass, which does not count."""
-    asked, reports = [], []
-
-    async def benchmark(address, requests, level, eos):
-        asked.append((level, len(requests)))
-        turn = (len(asked) - 1) // 2
-        return LoadFigures(level, (2.0, 90.0, 2.0 + level)[turn], 0, [], [], None)
-
-    monkeypatch.setattr(vllm_server, "import_vllm", lambda: None)
-    monkeypatch.setattr(vllm_server, "running_server", lambda *_: contextlib.nullcontext(""))
-    monkeypatch.setattr(vllm_server, "_benchmark_server", benchmark)
-    task = LoadTask(random_target, [[1, 2], [3]], 9, repeats=3, levels=[1, 4])
-    rows = vllm_server.measure_server(task, lambda **progress: reports.append(progress))
-    assert asked == [(1, 2), (4, 8)] * 3
-    assert [(row.requests, row.seconds) for row in rows] == [(1, 3.0), (4, 6.0)]
-    assert [each["done"] for each in reports[1:]] == [0, 1, 2, 3, 4, 5]
 
 
 def test_engine_arguments_are_flags_of_the_server():
@@ -71,12 +59,26 @@ def stand_in(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_a_server_answers_on_the_loopback_until_the_block_ends(random_target):
-    with running_server(random_target, {"speculative_config": {"method": "medusa"}}, 0) as address:
-        assert vllm_server.is_healthy(address)
-    assert not vllm_server.is_healthy(address)
-    with pytest.raises(EnvironmentFault, match="status 1: no drafts"):
-        running_server(random_target, {}, 0).__enter__()
+def test_a_server_answers_on_the_loopback_until_the_block_ends():
+    address = Address(LOOPBACK, free_port())
+    flags = ["--speculative-config", "{}"]
+    with tempfile.TemporaryFile("w+") as log:
+        with running_server(address, flags, log, "here", "Try again."):
+            assert vllm_server.is_healthy(address.url)
+        assert not vllm_server.is_healthy(address.url)
+        with pytest.raises(EnvironmentFault, match="status 1: no drafts"):
+            running_server(address, [], log, "here", "Try again.").__enter__()
+
+
+def test_the_reason_of_a_failure_is_its_first_exception():
+    output = """INFO starts
+(Worker pid=7) ERROR [core.py:10] ValueError: Available memory (2 GiB) is less than requested.
+Traceback (most recent call last):
+RuntimeError: Engine core initialization failed. See root cause above."""
+    assert failure_reason(output) == "Available memory (2 GiB) is less than requested"
+    assert failure_reason("usage: …\nerror: unrecognized arguments: --wheels") == (
+        "error: unrecognized arguments: --wheels"
+    )
 
 
 SERVER = """

@@ -1,0 +1,197 @@
+"""Measure latencies of vLLM's OpenAI server under a load of concurrent requests.
+
+Requests are sent and timed by the client of vLLM's own benchmark (`vllm bench serve`) at a fixed
+concurrency: when a request ends, the next one is sent. The client does not see the steps of a
+request. So the acceleration rate is the number of generated tokens, without the first one of each
+answer (from the prefill), divided by the number of drafts that the server has counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+from pipeline.conversations.requests import Request
+from pipeline.errors import EnvironmentFault
+from pipeline.targets.loading import require_gpus
+from pipeline.targets.own_process import Report, in_own_process
+from pipeline.targets.spec import EngineArgs, TargetSpec, eos_token_ids, last_line
+from pipeline.targets.vllm_decode import DecodeTask
+from pipeline.targets.vllm_engine import engine_arguments, import_vllm
+from pipeline.targets.vllm_server import LOOPBACK, Address, free_port, running_server, server_flags
+
+NAME = "served"  # the model's name in requests
+ROUNDS = 2  # least number of requests per concurrent request
+WHERE = "check.studies: load"
+FIX = "Take load out of check.studies."
+
+
+@dataclass(frozen=True)
+class LoadTask(DecodeTask):
+    """The prompts and load levels for one vLLM server.
+
+    A level is a number of concurrent requests. Prompts repeat in order until there are at least
+    `ROUNDS` requests per concurrent request. A pass measures all levels one after another, and
+    there are `repeats` passes. So other work on the machine disturbs one pass of several levels
+    rather than all passes of one level. The result of a level is the pass with the median duration.
+    """
+
+    levels: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class LoadFigures:
+    """The figures of one vLLM server at one load level.
+
+    Attributes:
+        requests: The number of concurrent requests.
+        seconds: The duration of all requests together.
+        num_tokens: The number of tokens in all answers.
+        ttft: The seconds to the first token of each request.
+        tpot: The seconds per further token of each request; None for an answer of one token.
+        acceleration_rate: Tokens per step after the prefill; None if the server does not draft.
+    """
+
+    requests: int
+    seconds: float
+    num_tokens: int
+    ttft: Sequence[float]
+    tpot: Sequence[float | None]
+    acceleration_rate: float | None
+
+
+def serve_under_load(
+    tasks: Sequence[LoadTask], on_report: Report | None = None
+) -> list[list[LoadFigures]]:
+    """Measure one vLLM server for each task; return the figures of each task's load levels.
+
+    Servers run one after another. Texts are greedy and end at the target's own EOS ids. Prefixes
+    are not cached.
+
+    Raises:
+        ConfigError: As `engine_arguments` does.
+        EnvironmentFault: vLLM is not importable, GPUs are missing, the server cannot start, or
+            requests fail.
+    """
+    return [in_own_process(measure_server, task, on_report) for task in tasks]
+
+
+def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
+    """Start a vLLM server, and measure it at each load level of the task.
+
+    The figures of a level are those of the pass with the median duration.
+    """
+    import_vllm()
+    side = "vLLM's server with the heads" if task.engine_args else "vLLM's server"
+    report(part=f"{side} starts")
+    eos = eos_token_ids(task.spec)
+    questions = task.requests()
+    passes: dict[int, list[LoadFigures]] = {level: [] for level in task.levels}
+    loads = [*task.levels] * task.repeats
+    arguments = {**task.engine_args, "enable_prefix_caching": False}
+    with server_of(task.spec, arguments, task.gpus) as address:
+        for turn, level in enumerate(loads):
+            note = f"{level} requests at once"
+            report(part=side, done=turn, total=len(loads), unit="loads", note=note)
+            num_requests = max(len(questions), ROUNDS * level)
+            requests = list(islice(cycle(questions), num_requests))
+            passes[level].append(asyncio.run(_benchmark_server(address, requests, level, eos)))
+    rows = []
+    for of_level in passes.values():
+        by_length = sorted(of_level, key=lambda figures: figures.seconds)
+        rows.append(by_length[(len(by_length) - 1) // 2])
+    return rows
+
+
+async def _benchmark_server(
+    address: str, requests: Sequence[Request], level: int, eos: Sequence[int]
+) -> LoadFigures:
+    """Measure a vLLM server with vLLM's benchmark client, after a warm-up.
+
+    Args:
+        requests: The requests that are timed.
+        level: The number of concurrent requests.
+        eos: The token ids that end a text.
+
+    Raises:
+        EnvironmentFault: Requests fail.
+    """
+    from vllm.benchmarks.datasets import SampleRequest
+    from vllm.benchmarks.serve import TaskType, benchmark
+
+    samples = []
+    for request in requests:
+        ids = request.prompt_ids
+        samples.append(SampleRequest(ids, len(ids), request.max_new_tokens))
+    result = await benchmark(
+        task_type=TaskType.GENERATION,
+        endpoint_type="openai",
+        api_url=f"{address}/v1/completions",
+        base_url=address,
+        model_id=NAME,
+        model_name=NAME,
+        tokenizer=None,
+        input_requests=samples,
+        logprobs=None,
+        request_rate=math.inf,
+        burstiness=1.0,
+        disable_tqdm=True,
+        num_warmups=level,
+        profile=False,
+        selected_percentile_metrics=[],
+        selected_percentiles=[],
+        ignore_eos=True,  # stop_token_ids are the target's own
+        goodput_config_dict={},
+        max_concurrency=level,
+        lora_modules=None,
+        extra_headers=None,
+        extra_body={"temperature": 0, "stop_token_ids": list(eos)},
+    )
+    if result["failed"]:
+        reason = last_line("\n".join(result["errors"]))
+        raise EnvironmentFault(
+            f"{result['failed']} requests to vLLM's server failed: {reason}",
+            WHERE,
+            FIX,
+        )
+    tpot: list[float | None] = []
+    answers = zip(result["ttfts"], result["latencies"], result["output_lens"], strict=True)
+    for ttft, latency, num_tokens in answers:
+        num_further = num_tokens - 1
+        tpot.append((latency - ttft) / num_further if num_further else None)
+    num_tokens = result["total_output_tokens"]
+    num_drafts = result.get("spec_decode_num_drafts")
+    rate = None
+    if num_drafts:
+        # Each answer's first token comes from the prefill, all others from verified drafts.
+        rate = (num_tokens - len(requests)) / num_drafts
+    return LoadFigures(level, result["duration"], num_tokens, result["ttfts"], tpot, rate)
+
+
+@contextlib.contextmanager
+def server_of(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> Iterator[str]:
+    """Context manager: run a vLLM server to measure, and yield its URL when it is ready.
+
+    Raises:
+        ConfigError: As `engine_arguments` does.
+        EnvironmentFault: The server cannot start, or GPUs are missing.
+    """
+    require_gpus(gpus)
+    address = Address(LOOPBACK, free_port())
+    arguments = {
+        **engine_arguments(spec, engine_args, gpus),
+        "served_model_name": NAME,
+        "uvicorn_log_level": "error",
+        "skip_tokenizer_init": None,
+    }
+    flags = server_flags(arguments)
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as log,
+        running_server(address, flags, log, WHERE, FIX),
+    ):
+        yield address.url

@@ -1,0 +1,91 @@
+"""`serve`: an export in vLLM's real server, asked over HTTP, and what is refused before it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from contextlib import closing
+
+import pytest
+
+from pipeline.targets.own_process import environment
+from pipeline.targets.vllm_server import LOOPBACK, free_port
+from tests.forks import has_ended
+
+QUESTION = {"messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 8, "temperature": 0}
+
+
+def ask(url: str, body: dict) -> bytes:
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with closing(urllib.request.urlopen(request, timeout=60)) as answer:
+        return answer.read()
+
+
+def num_drafts(url: str) -> float:
+    with closing(urllib.request.urlopen(f"{url}/metrics", timeout=60)) as page:
+        found = re.search(
+            r"^vllm:spec_decode_num_drafts_total\S* (\S+)$", page.read().decode(), re.M
+        )
+    return float(found[1])
+
+
+@pytest.mark.slow
+def test_an_export_is_served_and_asked_until_ctrl_c(finished_run):
+    port = free_port()
+    url = f"http://{LOOPBACK}:{port}"
+    words = ["serve", str(finished_run.path), "--port", str(port), "--", "--max-num-seqs", "4"]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "pipeline.cli", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    said = command.stderr.readline()
+    assert "vllm.entrypoints.openai.api_server --model" in said and "--max-num-seqs 4" in said
+    ready = command.stderr.readline()
+    assert f"{url}/v1" in ready, ready
+    whole = json.loads(ask(url, QUESTION))["choices"][0]["message"]["content"]
+    before = num_drafts(url)
+    assert before > 0
+    lines = ask(url, {**QUESTION, "stream": True}).decode().splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    parts = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
+    assert "".join(parts) == whole and lines[-2] == "data: [DONE]"
+    assert num_drafts(url) > before
+    servers = children_of(command.pid)
+    command.send_signal(signal.SIGINT)
+    assert command.wait(20) == 130
+    assert servers and all(has_ended(pid) for pid in servers)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes below a process, at any depth."""
+    found = []
+    listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout
+    for child in map(int, listed.split()):
+        found += [child, *children_of(child)]
+    return found
+
+
+def test_a_taken_port_is_refused(command, finished_run):
+    with socket.socket() as other:
+        other.bind((LOOPBACK, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        ended = command("serve", finished_run.path, "--port", port)
+    assert ended.code == 4 and f"{LOOPBACK}:{port}" in ended.err and "choose another" in ended.err
+
+
+@pytest.mark.slow
+def test_an_argument_that_vllm_does_not_know_is_refused(command, finished_run):
+    ended = command("serve", finished_run.path, "--port", free_port(), "--", "--no-such-thing")
+    assert ended.code == 4 and "--no-such-thing" in ended.err

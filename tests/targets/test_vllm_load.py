@@ -1,0 +1,27 @@
+"""Load levels of vLLM's server, in turns."""
+
+from __future__ import annotations
+
+import contextlib
+
+from pipeline.targets import vllm_load
+from pipeline.targets.vllm_load import LoadFigures, LoadTask
+
+
+def test_loads_take_turns_and_the_median_pass_counts(random_target, monkeypatch):
+    """Other work disturbs the second pass, which does not count."""
+    asked, reports = [], []
+
+    async def benchmark(address, requests, level, eos):
+        asked.append((level, len(requests)))
+        turn = (len(asked) - 1) // 2
+        return LoadFigures(level, (2.0, 90.0, 2.0 + level)[turn], 0, [], [], None)
+
+    monkeypatch.setattr(vllm_load, "import_vllm", lambda: None)
+    monkeypatch.setattr(vllm_load, "server_of", lambda *_: contextlib.nullcontext(""))
+    monkeypatch.setattr(vllm_load, "_benchmark_server", benchmark)
+    task = LoadTask(random_target, [[1, 2], [3]], 9, repeats=3, levels=[1, 4])
+    rows = vllm_load.measure_server(task, lambda **progress: reports.append(progress))
+    assert asked == [(1, 2), (4, 8)] * 3
+    assert [(row.requests, row.seconds) for row in rows] == [(1, 3.0), (4, 6.0)]
+    assert [each["done"] for each in reports[1:]] == [0, 1, 2, 3, 4, 5]
