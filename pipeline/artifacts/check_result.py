@@ -92,12 +92,22 @@ class ChainRate(Speed):
 
 
 @result
+class DatastoreFigures:
+    """The datastore of the baseline `retrieval`; the seconds include reading the training text."""
+
+    tokens: int
+    build_seconds: float
+
+
+@result
 class Baseline(Speed):
-    """The speed of a decoding method of transformers, or the reason why it `failed`."""
+    """The speed of a decoding method without heads, or the reason why it `failed`."""
 
     name: str
     failed: str | None = None
     greedy_match: GreedyMatch | None = None
+    drafted_share: float | None = None  # share of steps with a guess; None for transformers' own
+    datastore: DatastoreFigures | None = None
 
 
 @result

@@ -8,7 +8,7 @@ split `train`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,11 +50,16 @@ class TrainingText:
     def answers(self) -> SeenAnswers:
         """Read the answers in training rows; each takes about 100 bytes of memory."""
         seen = SeenAnswers()
+        for text in self.texts():
+            seen.add(text)
+        return seen
+
+    def texts(self) -> Iterator[npt.NDArray[np.int32]]:
+        """Yield the token ids of each target-written span in a training row."""
         for row in read_token_rows(self.shards, self.fingerprint):
             if row.split == "train":
                 for span in row.spans:
-                    seen.add(row.input_ids[span.start : span.end])
-        return seen
+                    yield row.input_ids[span.start : span.end]
 
 
 def training_text(generated: StageDirectory) -> TrainingText:

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from pipeline.config.running import Dtype, Section
 
 FormatName = Literal["expanded", "shared", "reference", "sglang"]
-BaselineName = Literal["generate", "prompt-lookup", "assistant"]
+BaselineName = Literal["generate", "prompt-lookup", "assistant", "retrieval"]
 StudyName = Literal["trees", "typical", "heads", "batch", "load"]
 
 
@@ -197,7 +197,8 @@ class CheckConfig(Section):
         ("generate", "prompt-lookup"),
         description=(
             "Methods to compare the heads with: transformers' plain generate, its prompt lookup,"
-            " and its assisted generation with a smaller model."
+            " and its assisted generation with a smaller model; retrieval: trees of what followed"
+            " the same tokens in the run's training text."
         ),
     )
     assistant_model: str | None = Field(

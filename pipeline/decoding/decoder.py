@@ -97,7 +97,12 @@ def check_heads_fit(model: PreTrainedModel, heads: Heads) -> None:
             "target.model",
             "Use the heads with the target that they were trained for.",
         )
-    attention = config._attn_implementation
+    check_takes_mask(model)
+
+
+def check_takes_mask(model: PreTrainedModel) -> None:
+    """Raise ConfigError if the target's attention is neither sdpa nor eager."""
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
     if attention not in _TREE_ATTENTION:
         raise ConfigError(
             f"The target's attention is {attention!r}, which takes no tree mask.",
@@ -152,6 +157,8 @@ class Decoder:
         self.tree = choices if isinstance(choices, DynamicTree) else Tree(choices, self.device)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_length = max_length or config.max_position_embeddings
+        self._num_rows = self.tree.num_nodes + 1  # of a step's forward, at most
+        self._num_positions = self.tree.max_depth + 1  # tokens that a step adds, at most
         masks = TreeMasks(attention_windows(config), model.dtype)
         if self.tree.num_nodes:
             depth = self.tree.max_depth
@@ -301,13 +308,12 @@ class Decoder:
             generator = generators[number] if rule.samples and generators else None
             texts.append(_Text(number, room, Noise(generator)))
             longest = max(longest, len(prompt) + room)
-        self._cache.begin_batch(longest + self.tree.num_nodes + 1, len(prompts))
+        self._cache.begin_batch(longest + self._num_rows, len(prompts))
         return texts
 
     def _step_noise(self, texts: Sequence[_Text], logits_NV: Tensor) -> Tensor | None:
         """Return the sampling noise [B, T, V] of a decoding step; None without generators."""
-        num_positions = self.tree.max_depth + 1
-        noises = [text.noise.next_noise(num_positions, logits_NV) for text in texts]
+        noises = [text.noise.next_noise(self._num_positions, logits_NV) for text in texts]
         drawn = [noise_TV for noise_TV in noises if noise_TV is not None]
         return torch.stack(drawn) if drawn else None
 

@@ -25,6 +25,7 @@ from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import Choices, stock_tree
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.answers import AnswerLines
+from pipeline.evaluation.drafted import require_training_text
 from pipeline.evaluation.native import check_native
 from pipeline.evaluation.prompts import (
     CheckRequest,
@@ -142,11 +143,12 @@ def measure_heads(
 
     Raises:
         ConfigError: There are no such heads, an engine cannot decode with them or with this target,
-            or every answer ended with its first token.
+            a baseline needs a run, or every answer ended with its first token.
         DataError: The directory holds no known heads, or those of another target; or no question
             leaves room for an answer.
         EnvironmentFault: The Hub cannot be reached, or this machine cannot run the target.
     """
+    require_training_text(settings, None)
     directory = heads_directory(str(heads))
     for each in settings.engines:
         require_readable(target, each, on_gpu=gpus > 0, where="--target")

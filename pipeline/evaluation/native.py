@@ -3,8 +3,8 @@
 Decoding with heads and plain decoding use the same kind of decoder and cache, with the tree or
 without it. After a warm-up they take turns for each prompt, on the number of CPU threads at which
 plain decoding is fastest. Both follow the same acceptance rule, and a rule that samples draws from
-the same seeds. Greedy answers are compared under every rule. The baselines of transformers
-(`check.baselines`) decode the same prompts.
+the same seeds. Greedy answers are compared under every rule. The baselines (`check.baselines`)
+decode the same prompts.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ from pipeline.evaluation.answers import (
     samples,
     tie_tolerance,
     top_2_gap,
+)
+from pipeline.evaluation.drafted import (
+    RETRIEVAL,
+    RetrievalBaseline,
+    require_training_text,
+    retrieval_baseline,
 )
 from pipeline.evaluation.overhead import fastest_threads
 from pipeline.evaluation.prompts import CheckRequest, rule_of
@@ -63,13 +69,14 @@ NUM_WARM_UPS = 2  # prompts
 
 @dataclass(frozen=True)
 class Measurement:
-    """Answers decoded natively: plainly, with the heads, and by transformers' baselines.
+    """Answers decoded natively: plainly, with the heads, and by the baselines.
 
     Attributes:
         passes: The repetitions of decoding by the check's acceptance rule.
         greedy_passes: The repetitions of greedy decoding, baselines included. If the rule is
             greedy, they are `passes`; otherwise there is one repetition.
         failed: For each baseline that failed, by name, the reason.
+        retrieval: The baseline of this name, if it was asked for.
     """
 
     request: CheckRequest
@@ -77,6 +84,7 @@ class Measurement:
     passes: list[Pass]
     greedy_passes: list[Pass]
     failed: dict[str, str]
+    retrieval: RetrievalBaseline | None = None
 
     def comparison(self, method: str) -> Comparison:
         """Compare a method's greedy answers with plain decoding's, in the first repetition."""
@@ -102,8 +110,10 @@ def check_native(
         The native part of a check, and the answers of plain decoding and of the heads.
 
     Raises:
-        ConfigError: Every answer ended with its first token, so there is no step to measure.
+        ConfigError: Every answer ended with its first token, so there is no step to measure; or a
+            baseline reads training text, which the request lacks.
     """
+    require_training_text(request.settings, request.trained)
     target = request.target
     settings = request.settings
     prompts = request.prompts
@@ -118,11 +128,25 @@ def check_native(
         model, heads.to(input_device(model)), request.tree, eos_token_ids=eos, max_length=room
     )
     baselines: dict[str, Decode] = {}
+    retrieval = None
     for name in settings.baselines:
-        baselines[name] = baseline(name, model, eos, settings.max_new_tokens, request.assistant)
+        if name == RETRIEVAL:
+            assert request.trained is not None, "require_training_text"
+            retrieval = retrieval_baseline(
+                request.trained,
+                model,
+                accelerated.tree.num_nodes,
+                num_tokens=settings.max_new_tokens,
+                eos_token_ids=eos,
+                max_length=room,
+            )
+            baselines[name] = retrieval.decode
+        else:
+            baselines[name] = baseline(name, model, eos, settings.max_new_tokens, request.assistant)
     endless = plain_decoder(model, eos_token_ids=(), max_length=room)
     with fastest_threads(endless, prompts[0].ids) as threads:
         measured = decode_check_prompts(request, plain, accelerated, baselines, progress)
+        measured = replace(measured, retrieval=retrieval)
         greedy = token_ids(measured.greedy_passes[0][PLAIN])
         decoding = Decoding(plain, accelerated, prompts, greedy)
         chain = chain_rate(decoding, layout.num_speculative_tokens)
@@ -205,7 +229,10 @@ def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigur
         else:
             match = measured.comparison(name).match
             figures = baseline_figures(prompts, measured.greedy_passes, name)
-            baselines.append(replace(figures, greedy_match=match))
+            figures = replace(figures, greedy_match=match)
+            if name == RETRIEVAL and measured.retrieval is not None:
+                figures = measured.retrieval.add_to(figures)
+            baselines.append(figures)
     found = NativeFigures(
         **vars(check_speed(prompts, passes)),
         greedy_match=comparison.match,

@@ -9,7 +9,7 @@
 Seconds exclude the prefill. They are medians over the repetitions; times per answer are medians
 over answers and repetitions. If every answer ended with its first token, figures of steps are None.
 
-Baselines (`check.baselines`) are transformers' greedy decoding:
+Most baselines (`check.baselines`) are transformers' greedy decoding; `retrieval` is in drafted.py:
 
     generate       plain decoding with its dynamic cache
     prompt-lookup  guesses are the tokens that followed an earlier occurrence of the last tokens
@@ -291,7 +291,7 @@ def with_new_answers(
 
 
 def baseline_figures(prompts: Sequence[Prompt], passes: Sequence[Pass], name: str) -> Baseline:
-    """Compute the speed of one of transformers' baselines; its speedup is over plain decoding."""
+    """Compute the speed of a baseline; its speedup is over plain decoding."""
     found = check_speed(prompts, passes, name)
     return Baseline(
         name=name,

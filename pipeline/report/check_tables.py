@@ -142,6 +142,12 @@ def methods_table(report: Report) -> Table:
             _add_method(table, name, other)
             if other.failed:
                 table.note += f" {name} failed: {other.failed}"
+            elif other.datastore:
+                table.note += (
+                    f" {name} drafts from {count(other.datastore.tokens)} tokens of training text,"
+                    f" indexed in {duration(other.datastore.build_seconds)}, and has a guess in"
+                    f" {percent(other.drafted_share)} of its steps."
+                )
     if report.vllm:
         _add_plain(table, "vLLM plain", report.vllm)
         _add_method(table, "vLLM with heads", report.vllm)

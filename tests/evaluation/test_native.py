@@ -8,15 +8,18 @@ import pytest
 import torch
 
 from pipeline.artifacts.check_result import Baseline, GreedyMatch
+from pipeline.artifacts.seen_answers import TrainingText, training_text
 from pipeline.config import CheckConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation import native
 from pipeline.evaluation.answers import mean_log_likelihood
+from pipeline.evaluation.measuring import measure_heads
 from pipeline.evaluation.native import check_native
 from pipeline.evaluation.prompts import CheckRequest, Prompt
 from pipeline.evaluation.speed import CannotDecode
 from pipeline.export.directory import read_heads
 from pipeline.targets.spec import TargetSpec
+from tests.flows.tiny import stored
 
 EOS = {1, *range(100, 108)}
 
@@ -47,12 +50,13 @@ def test_likelihood_is_of_each_token_at_temperature_1(model, asked):
 
 @pytest.fixture
 def check(finished_run, tiny_target):
-    def run(prompts: list[list[int]], **settings):
+    def run(prompts: list[list[int]], trained: TrainingText | None = None, **settings):
         named = [Prompt(str(number), ids) for number, ids in enumerate(prompts)]
         export = str(finished_run.path / "latest/export")
         config = CheckConfig(**{"max_new_tokens": 12, "engines": ["native"]} | settings)
         tree = [(0,), (1,), (0, 0)]
-        return check_native(CheckRequest(TargetSpec(str(tiny_target)), export, named, config, tree))
+        target = TargetSpec(str(tiny_target))
+        return check_native(CheckRequest(target, export, named, config, tree, trained=trained))
 
     return run
 
@@ -125,3 +129,27 @@ def test_every_rule_is_timed_and_greedy_text_is_compared_too(check, asked, setti
     if settings["acceptance"] == "rejection":  # one seed writes one text, with and without the tree
         likelihoods = found.log_likelihood
         assert likelihoods["sampling"] == pytest.approx(likelihoods["rejection"], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_retrieval_reads_training_text_alone_and_changes_no_token(check, asked, finished_run):
+    trained = training_text(finished_run.latest("generate"))
+    result, _ = check(asked[1][:5], trained, baselines=["generate", "retrieval"])
+    generate, retrieval = result.native.baselines
+    spans = []
+    for row in stored(finished_run.latest("generate")):
+        spans += row["spans"] if row["split"] == "train" else []
+    assert retrieval.datastore.tokens == sum(span["end"] - span["start"] for span in spans)
+    assert retrieval.greedy_match == GreedyMatch(5, 5, 0) and retrieval.acceleration_rate >= 1
+    assert 0 < retrieval.drafted_share <= 1 and retrieval.datastore.build_seconds > 0
+    assert generate.datastore is None is generate.drafted_share
+
+
+def test_retrieval_without_a_run_is_refused_before_decoding(check, asked, monkeypatch):
+    monkeypatch.setattr(native, "load_on_gpus", lambda *_: pytest.fail("loaded"))
+    for name in ("native", "vllm"):
+        settings = CheckConfig(prompts=1, engines=[name], baselines=["retrieval"])
+        with pytest.raises(ConfigError, match=r"Use generate, prompt-lookup or assistant"):
+            measure_heads("nowhere", TargetSpec("nowhere"), settings)
+    with pytest.raises(ConfigError, match="reads a run's training text"):
+        check(asked[1][:2], baselines=["retrieval"])

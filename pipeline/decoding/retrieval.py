@@ -1,0 +1,150 @@
+"""Retrieval: guesses are what followed the same tokens in a datastore of texts (arXiv 2311.08252).
+
+The longest suffix of the text that occurs in the datastore is looked up, and the continuations of
+its occurrences form a trie. The most frequent nodes of this trie are the candidate tree. Text that
+the target itself has written is the best datastore: its continuations are the target's own.
+
+Limits: suffixes of at most `MAX_SUFFIX` tokens, continuations of at most `MAX_DEPTH` tokens, at
+most `MAX_OCCURRENCES` of them. The datastore is in memory, with 16 bytes per token.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.decoding.drafting import Draft, Drafter
+
+MAX_SUFFIX = 16  # tokens, as in the paper
+MAX_DEPTH = 10  # tokens, as in the paper
+MAX_OCCURRENCES = 256  # keeps a lookup below a millisecond
+SEPARATOR = 0  # between texts; token ids are stored plus 1
+
+Texts = Iterable[Sequence[int] | npt.NDArray[np.integer]]
+
+
+class Datastore:
+    """Texts of token ids in which suffixes of a context are looked up by a suffix array.
+
+    `num_tokens` is the number of tokens of all texts.
+    """
+
+    def __init__(self, texts: Texts):
+        parts = []
+        for text in texts:
+            parts.append(np.asarray(text, np.int32) + 1)
+            parts.append(np.array([SEPARATOR], np.int32))
+        self.num_tokens = sum(map(len, parts)) - len(parts) // 2
+        # A continuation near the end must not reach beyond the array.
+        parts.append(np.full(MAX_SUFFIX + MAX_DEPTH, SEPARATOR, np.int32))
+        self._tokens = np.concatenate(parts)
+        # Big-endian bytes compare as the tokens do.
+        self._bytes = self._tokens.astype(">i4").tobytes()
+        self._order = _suffix_order(self._tokens)
+
+    def continuations(self, context: Sequence[int]) -> list[list[int]]:
+        """Return what followed the longest suffix of `context` that occurs in the datastore.
+
+        There is one list of at most `MAX_DEPTH` tokens per occurrence; it is shorter at the end of
+        a text. Of more than `MAX_OCCURRENCES`, evenly spaced ones in sorted order are taken.
+        Without an occurrence of the last token there are none.
+        """
+        occurrences = self._order[:0]
+        occurs = 0
+        fails = min(len(context), MAX_SUFFIX) + 1
+        while fails - occurs > 1:  # a suffix occurs if a longer one does
+            length = (occurs + fails) // 2
+            found = self._occurrences(context[-length:])
+            if len(found):
+                occurs = length
+                occurrences = found
+            else:
+                fails = length
+        step = -(-len(occurrences) // MAX_OCCURRENCES) or 1
+        starts = occurrences[::step] + occurs
+        continuations = []
+        for stored in self._tokens[starts[:, None] + np.arange(MAX_DEPTH)].tolist():
+            own = itertools.takewhile(lambda token: token != SEPARATOR, stored)
+            continuations.append([token - 1 for token in own])
+        return continuations
+
+    def _occurrences(self, pattern: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return the positions at which the pattern of at most `MAX_SUFFIX` tokens occurs."""
+        wanted = (np.asarray(pattern, np.int32) + 1).astype(">i4").tobytes()
+
+        def beginning(position: int) -> bytes:
+            return self._bytes[4 * position : 4 * position + len(wanted)]
+
+        first = bisect_left(self._order, wanted, key=beginning)
+        last = bisect_right(self._order, wanted, lo=first, key=beginning)
+        return self._order[first:last]
+
+
+def _suffix_order(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Sort all positions by the `MAX_SUFFIX` tokens from there on; the last must be a separator.
+
+    Prefix doubling: pairs of ranks by w tokens give the ranks by 2 w tokens. Beyond the end are
+    separators, which have rank 0.
+    """
+    rank = tokens.astype(np.int64)
+    width = 1
+    while width < MAX_SUFFIX:
+        later = np.zeros_like(rank)
+        later[:-width] = rank[width:]
+        _, rank = np.unique(rank * (rank.max() + 1) + later, return_inverse=True)
+        width *= 2
+    return np.argsort(rank, kind="stable")
+
+
+def most_frequent_tree(continuations: Sequence[Sequence[int]], num_nodes: int) -> Draft:
+    """Return the trie's `num_nodes` most frequent nodes, by how many continuations pass a node.
+
+    No node is more frequent than its parent, so these nodes form a tree. Ties are broken by the
+    lower depth, then by the earlier continuation.
+    """
+    draft = Draft()
+    # Nodes whose parents are in the tree: (-frequency, depth, serial number, parent, members).
+    waiting: list[tuple[int, int, int, int, list[Sequence[int]]]] = []
+    serial = itertools.count()
+    row = 0
+    members = list(continuations)
+    while len(draft.tokens) < num_nodes:
+        depth = draft.depths[row]
+        children: dict[int, list[Sequence[int]]] = {}
+        for continuation in members:
+            if depth < len(continuation):
+                children.setdefault(continuation[depth], []).append(continuation)
+        for below in children.values():
+            heapq.heappush(waiting, (-len(below), depth + 1, next(serial), row, below))
+        if not waiting:
+            break
+        _, depth, _, parent, members = heapq.heappop(waiting)
+        row = draft.add(members[0][depth - 1], parent)
+    return draft
+
+
+class Retrieval(Drafter):
+    """Drafter of continuations in a datastore, in trees of at most `num_nodes` nodes.
+
+    Attributes:
+        num_steps: The number of decoding steps, over all texts.
+        num_drafted: The number of these steps that have at least one guess.
+    """
+
+    def __init__(self, datastore: Datastore, num_nodes: int):
+        super().__init__(num_nodes, MAX_DEPTH)
+        self._datastore = datastore
+        self.num_steps = 0
+        self.num_drafted = 0
+
+    def draft(self) -> Draft:
+        """Propose the most frequent continuations of the longest suffix in the datastore."""
+        draft = most_frequent_tree(self._datastore.continuations(self.text), self.num_nodes)
+        self.num_steps += 1
+        self.num_drafted += bool(draft.tokens)
+        return draft

@@ -1,0 +1,87 @@
+"""Baselines that draft from text, without heads: native decoding with retrieved trees.
+
+They decode greedily with the decoder that verifies the heads' trees, and verify at most as many
+nodes as the heads' tree has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from pipeline.artifacts.check_result import Baseline, DatastoreFigures
+from pipeline.artifacts.json_form import rounded
+from pipeline.artifacts.seen_answers import TrainingText
+from pipeline.config import BaselineName, CheckConfig
+from pipeline.decoding.acceptance import greedy_acceptance
+from pipeline.decoding.drafting import DraftDecoder
+from pipeline.decoding.retrieval import Datastore, Retrieval
+from pipeline.errors import ConfigError
+from pipeline.evaluation.speed import Decode, decode_by
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+RETRIEVAL: BaselineName = "retrieval"
+
+
+@dataclass(frozen=True)
+class RetrievalBaseline:
+    """The baseline `retrieval`: its greedy decoding method, its drafter and its datastore."""
+
+    decode: Decode
+    drafter: Retrieval
+    datastore: DatastoreFigures
+
+    def add_to(self, figures: Baseline) -> Baseline:
+        """Add the datastore and the share of steps with a guess to the baseline's figures.
+
+        The share is of all steps so far, the warm-up's included; None if there was none.
+        """
+        share = None
+        if self.drafter.num_steps:
+            share = rounded(self.drafter.num_drafted / self.drafter.num_steps)
+        return replace(figures, datastore=self.datastore, drafted_share=share)
+
+
+def require_training_text(settings: CheckConfig, trained: TrainingText | None) -> None:
+    """Raise ConfigError if the baseline `retrieval` has no training text to read."""
+    if trained is None and RETRIEVAL in settings.baselines:
+        raise ConfigError(
+            "The baseline retrieval reads a run's training text, and these heads are checked"
+            " without a run.",
+            "check.baselines",
+            "Use generate, prompt-lookup or assistant, or check the heads in a run.",
+        )
+
+
+def retrieval_baseline(
+    trained: TrainingText,
+    model: PreTrainedModel,
+    num_nodes: int,
+    *,
+    num_tokens: int,
+    eos_token_ids: Collection[int],
+    max_length: int,
+) -> RetrievalBaseline:
+    """Build the baseline `retrieval` from a run's training text.
+
+    Args:
+        num_nodes: The maximum number of nodes of a candidate tree.
+        num_tokens: The maximum number of new tokens.
+        eos_token_ids: The tokens that end a sequence.
+        max_length: Limit of prompt and new tokens together.
+
+    Raises:
+        DamagedShard, DataError, EnvironmentFault: The training text cannot be read.
+    """
+    start = perf_counter()
+    datastore = Datastore(trained.texts())
+    seconds = round(perf_counter() - start, 3)
+    figures = DatastoreFigures(tokens=datastore.num_tokens, build_seconds=seconds)
+    drafter = Retrieval(datastore, num_nodes)
+    decoder = DraftDecoder(model, drafter, eos_token_ids=eos_token_ids, max_length=max_length)
+    decode = decode_by(decoder, greedy_acceptance, num_tokens)
+    return RetrievalBaseline(decode, drafter, figures)
