@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from pipeline.config.running import Dtype, Section
 
 FormatName = Literal["expanded", "shared", "reference", "sglang"]
-BaselineName = Literal["generate", "prompt-lookup", "assistant", "retrieval"]
+BaselineName = Literal["generate", "prompt-lookup", "assistant", "retrieval", "lookahead"]
 StudyName = Literal["trees", "typical", "heads", "batch", "load"]
 
 
@@ -198,7 +198,8 @@ class CheckConfig(Section):
         description=(
             "Methods to compare the heads with: transformers' plain generate, its prompt lookup,"
             " and its assisted generation with a smaller model; retrieval: trees of what followed"
-            " the same tokens in the run's training text."
+            " the same tokens in the run's training text; lookahead: n-grams that the target itself"
+            " guesses ahead."
         ),
     )
     assistant_model: str | None = Field(

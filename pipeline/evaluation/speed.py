@@ -9,7 +9,7 @@
 Seconds exclude the prefill. They are medians over the repetitions; times per answer are medians
 over answers and repetitions. If every answer ended with its first token, figures of steps are None.
 
-Most baselines (`check.baselines`) are transformers' greedy decoding; `retrieval` is in drafted.py:
+Baselines (`check.baselines`) that are transformers' greedy decoding; drafted.py has the others:
 
     generate       plain decoding with its dynamic cache
     prompt-lookup  guesses are the tokens that followed an earlier occurrence of the last tokens
