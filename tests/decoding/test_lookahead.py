@@ -54,6 +54,16 @@ def test_the_pool_fills_with_what_the_target_predicts():
         drafter.text.append(written[0])
 
 
+def test_the_n_gram_of_column_0_begins_with_the_text():
+    drafter = Lookahead(window=1, ngram=3, guesses=2)
+    drafter.begin([1])
+    for predicted, token in ((5, 2), (6, 2)):
+        drafter.draft()
+        drafter.predicted = [predicted]
+        drafter.text.append(token)
+    assert (5, 6) in paths(drafter.draft())
+
+
 def test_the_latest_n_grams_of_a_token_are_verified():
     """A window of one column has no path of two tokens."""
     drafter = Lookahead(window=1, ngram=3, guesses=2)

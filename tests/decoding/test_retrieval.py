@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,6 +50,13 @@ def test_the_longest_suffix_is_found_wherever_it_occurs(texts, context, data):
     store = Datastore(texts)
     assert sorted(store.continuations(context)) == sorted(searched(texts, context))
     assert store.num_tokens == sum(map(len, texts))
+
+
+@pytest.mark.parametrize("shared", range(1, MAX_SUFFIX))
+def test_texts_that_begin_alike_are_told_apart(shared):
+    store = Datastore([[1] * shared + [3, 5], [1] * shared + [2, 6], [1] * shared + [4, 7]])
+    for token, follower in ((2, 6), (3, 5), (4, 7)):
+        assert store.continuations([1] * shared + [token]) == [[follower]]
 
 
 def test_no_suffix_reaches_over_the_end_of_a_text():
@@ -137,11 +145,19 @@ def test_retrieval_ends_at_end_tokens_and_at_the_context(target_of, continuation
     assert decoded.token_ids == text[: text.index(ends) + 1]
 
 
-def test_a_text_forgets_the_one_before(target_of):
-    decoder = drafting(target_of("llama"), [PROMPT])
+def test_a_text_forgets_the_one_before(target_of, continuation):
+    model = target_of("llama")
+    decoder = drafting(model, [continuation(model, PROMPT, 24)])
     for prompt in PROMPTS[:2]:
-        decoded = decoder.generate(prompt, 8)
-        assert decoder.drafter.text[: len(prompt) + 8] == prompt + decoded.token_ids
+        decoded = decoder.generate(prompt, 24)
+        assert decoder.drafter.text[: len(prompt) + 24] == prompt + decoded.token_ids
+
+
+def test_large_trees_have_room_in_the_cache(target_of, continuation):
+    model = target_of("llama")
+    texts = torch.randint(0, 24, (60, 24), generator=seeded(1)).tolist()
+    text = continuation(model, PROMPT, CONTEXT - len(PROMPT))
+    assert drafting(model, texts, num_nodes=250).generate(PROMPT, 1000).token_ids == text
 
 
 def test_a_drafter_refuses_what_it_cannot_decode(target_of, monkeypatch):
