@@ -68,13 +68,14 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, again, tmp_path)
     questions[0]["reference"] = ["nobody says that", "nor that"]
     long = {"question_id": 9, "category": "c1", "turns": ["moon " * 400]}
     file = write_lines(tmp_path / "questions.jsonl", *questions, long)
-    stage = again(check__prompts=file, check__baselines=["generate"]).latest("check")
+    stage = again(check__prompts=file, check__baselines=["generate", "retrieval"]).latest("check")
     result = from_json(CheckResult, stage.summary)
     native = result.native
     assert (native.prompts, native.skipped_prompts) == (10, 1)
     counts = [(row.category, row.prompts) for row in native.categories]
     assert counts == [("c0", 6), ("c1", 4)]
-    (generate,) = native.baselines
+    generate, retrieval = native.baselines
+    assert retrieval.datastore.tokens > 0 and retrieval.greedy_match == GreedyMatch(10, 10, 0)
     assert generate.name == "generate" and generate.greedy_match == GreedyMatch(10, 10, 0)
     exact = [{"category": "c0", "answers": 2, "plain": 0.0, "medusa": 0.0}]
     assert result.exact_match == exact and "answers" not in stage.summary
@@ -91,7 +92,7 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, again, tmp_path)
     assert sum(lengths) / len(lengths) == pytest.approx(native.acceleration_rate, abs=1e-3)
 
     write_lines(tmp_path / "questions.jsonl", questions[0])
-    other = again(check__prompts=file, check__baselines=["generate"])
+    other = again(check__prompts=file, check__baselines=["generate", "retrieval"])
     assert result_of(other).native.prompts == 2, "the file's content counts"
     write_lines(tmp_path / "questions.jsonl", long)
     with pytest.raises(DataError, match=f"No prompt leaves room for {NEW_TOKENS} tokens"):
