@@ -210,6 +210,7 @@ class VllmFigures(EngineFigures):
     same_text_acceleration_rate: float | None = None  # replayed on native answers
     expected_acceleration_rate: float | None = None
     expected_standard_error: float | None = None
+    memory_bound_tokens: int | None = None  # of a step on the check's GPU, by its peak figures
 
 
 @result

@@ -263,12 +263,26 @@ def _load_study(report: Report) -> Table:
         " step: the answers' tokens without the first of each, over the drafts that the server"
         " counts; the check counts the forwards of each request instead."
     )
+    memory_bound = None
+    tokens_per_request = 1
+    if report.vllm:
+        memory_bound = report.vllm.memory_bound_tokens
+        tokens_per_request += report.vllm.num_speculative_tokens or 0
+    if memory_bound is not None:
+        table.note += (
+            " By arithmetic, a step of this target on this GPU is bound by memory up to"
+            f" {count(memory_bound)} tokens; loads at which it verifies more with heads"
+            f" ({tokens_per_request} per request) are marked *."
+        )
     for row in report.studies.load or []:
+        requests = count(row.requests)
+        if memory_bound is not None and row.requests * tokens_per_request > memory_bound:
+            requests += " *"
         cells = [ratio(row.acceleration_rate), *_speeds(row)]
         for waited in (row.baseline_ttft_ms, row.ttft_ms, row.baseline_tpot_ms, row.tpot_ms):
             cells.append(_percentiles(waited))
         cells += [percent(row.baseline_within_slo), percent(row.within_slo)]
-        table.add(count(row.requests), *cells)
+        table.add(requests, *cells)
     return table
 
 

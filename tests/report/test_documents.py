@@ -114,6 +114,19 @@ def test_markdown_has_the_numbers_of_the_report(report, extras):
     assert sum(float(row[2]) for row in tables["Tree"][1:]) == pytest.approx(2.098, abs=0.01)
 
 
+def test_loads_bound_by_computation_are_marked(report, extras):
+    """49 requests verify 294 tokens, and 50 verify 300."""
+    vllm = report["check"]["vllm"]
+    vllm |= {"studies": {"load": [{"requests": 49}, {"requests": 50}]}, "num_speculative_tokens": 5}
+    text = texts(report, extras)["report.md"]
+    assert [row[0] for row in cells_of(text)["Study: load"][1:]] == ["49", "50"]
+    assert "By arithmetic" not in text
+    vllm["memory_bound_tokens"] = 295
+    text = texts(report, extras)["report.md"]
+    assert [row[0] for row in cells_of(text)["Study: load"][1:]] == ["49", "50 *"]
+    assert "bound by memory up to 295 tokens" in text and "(6 per request)" in text
+
+
 def test_markdown_shows_hostile_names_as_text(report):
     name = "a|b <script>alert(1)</script> **c** `d` [e](f)\n# g"
     text = texts(report | {"target": name}, {})["report.md"]
