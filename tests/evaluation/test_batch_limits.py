@@ -44,7 +44,7 @@ def test_memory_holds_sequences_beside_the_weights():
     weights, sequence = 2 * 6_738_415_616, 2 * 32 * 4096 * 4096 * 2
     assert sequence == 2 * 2**30
     assert sequences_in_memory(80 * 2**30, weights, sequence) == 33
-    assert sequences_in_memory(12 * 2**30, weights, sequence) == 0
+    assert sequences_in_memory(8 * 2**30, weights, sequence) == 0
 
 
 @pytest.mark.parametrize(

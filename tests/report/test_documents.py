@@ -115,16 +115,16 @@ def test_markdown_has_the_numbers_of_the_report(report, extras):
 
 
 def test_loads_bound_by_computation_are_marked(report, extras):
-    """49 requests verify 294 tokens, and 50 verify 300."""
+    """50 requests verify 300 tokens, and 51 verify 306."""
     vllm = report["check"]["vllm"]
-    vllm |= {"studies": {"load": [{"requests": 49}, {"requests": 50}]}, "num_speculative_tokens": 5}
+    vllm |= {"studies": {"load": [{"requests": 50}, {"requests": 51}]}, "num_speculative_tokens": 5}
     text = texts(report, extras)["report.md"]
-    assert [row[0] for row in cells_of(text)["Study: load"][1:]] == ["49", "50"]
+    assert [row[0] for row in cells_of(text)["Study: load"][1:]] == ["50", "51"]
     assert "By arithmetic" not in text
-    vllm["memory_bound_tokens"] = 295
+    vllm["memory_bound_tokens"] = 300
     text = texts(report, extras)["report.md"]
-    assert [row[0] for row in cells_of(text)["Study: load"][1:]] == ["49", "50 *"]
-    assert "bound by memory up to 295 tokens" in text and "(6 per request)" in text
+    assert [row[0] for row in cells_of(text)["Study: load"][1:]] == ["50", "51 *"]
+    assert "bound by memory up to 300 tokens" in text and "(6 per request)" in text
 
 
 def test_markdown_shows_hostile_names_as_text(report):
