@@ -254,9 +254,9 @@ def _costs(row: TreeRow) -> tuple[str, str, str]:
 
 def _load_study(report: Report) -> Table:
     """Build the report's table of vLLM's speed and latencies by concurrent requests."""
-    table = Table("Study: load", ["requests", "per step", *SPEEDS])
+    table = Table("Study: load", ["method", "requests", "per step", *SPEEDS])
     for measure in ("to first", "per token", "within limits"):
-        table.columns += [f"{measure}, plain", f"{measure}, with heads"]
+        table.columns += [f"{measure}, plain", f"{measure}, drafting"]
     table.note = (
         "vLLM as a server, with so many requests at once; time to the first token and per further"
         " one in ms, p50 / p90 / p99 of the requests. Client and server share the machine. Per"
@@ -268,7 +268,7 @@ def _load_study(report: Report) -> Table:
         for waited in (row.baseline_ttft_ms, row.ttft_ms, row.baseline_tpot_ms, row.tpot_ms):
             cells.append(_percentiles(waited))
         cells += [percent(row.baseline_within_slo), percent(row.within_slo)]
-        table.add(count(row.requests), *cells)
+        table.add(row.method, count(row.requests), *cells)
     return table
 
 
