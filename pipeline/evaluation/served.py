@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -84,34 +84,15 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     answers = accelerated.token_ids
     accepted = accelerated.accepted
     require_steps(accepted)
-
-    @functools.cache
-    def model() -> PreTrainedModel:  # loaded only if answers differ
-        return load_on_gpus(request.target, gpus)
-
-    tolerance = tie_tolerance(request.target, settings)
-
-    def compared_with_plain(texts: VLLMTexts) -> Comparison:
-        """Compare a method's texts with those of plain decoding."""
-        return compare(
-            prompts,
-            plain.token_ids,
-            texts.token_ids,
-            lambda prefix: top_2_gap(model(), prefix),
-            tolerance,
-        )
-
-    comparison = compared_with_plain(accelerated)
-    methods = []
-    configs: dict[str, Content | None] = {PLAIN: None, HEADS: heads_config(request), **compared}
-    decoded = [plain, accelerated, *others]
-    for (name, drafting), texts in zip(configs.items(), decoded, strict=True):
-        match = None
-        if texts is accelerated:
-            match = comparison.match
-        elif drafting is not None and not texts.failed:
-            match = compared_with_plain(texts).match
-        methods.append(served_method(name, drafting, prompts, texts, match))
+    comparison_of = _comparer(request, plain)
+    comparison = comparison_of(accelerated)
+    methods = [
+        served_method(PLAIN, None, prompts, plain, None),
+        served_method(HEADS, heads_config(request), prompts, accelerated, comparison.match),
+    ]
+    for (name, config), texts in zip(compared.items(), others, strict=True):
+        match = None if texts.failed else comparison_of(texts).match
+        methods.append(served_method(name, config, prompts, texts, match))
     measured = check_rate(prompts, accepted)
     figures = VllmFigures(
         num_speculative_tokens=num_tokens,
@@ -124,11 +105,36 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
         baseline_tokens_per_second=round(plain.tokens_per_second, 2),
         greedy_match=comparison.match,
         largest_gap=comparison.largest_gap,
-        tie_tolerance=tolerance,
+        tie_tolerance=tie_tolerance(request.target, settings),
         dtype=request.target.dtype,
     )
     figures = with_new_answers(figures, request, answers, accepted)
     return CheckResult(vllm=figures, differing=comparison.differing)
+
+
+def _comparer(request: CheckRequest, plain: VLLMTexts) -> Callable[[VLLMTexts], Comparison]:
+    """Return a function that compares a method's texts with those of plain decoding.
+
+    It loads the target once, and only if texts differ.
+    """
+
+    @functools.cache
+    def model() -> PreTrainedModel:
+        return load_on_gpus(request.target, request.gpus)
+
+    tolerance = tie_tolerance(request.target, request.settings)
+
+    def compare_with_plain(texts: VLLMTexts) -> Comparison:
+        """Compare a method's texts with those of plain decoding."""
+        return compare(
+            request.prompts,
+            plain.token_ids,
+            texts.token_ids,
+            lambda prefix: top_2_gap(model(), prefix),
+            tolerance,
+        )
+
+    return compare_with_plain
 
 
 def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) -> list[float]:
