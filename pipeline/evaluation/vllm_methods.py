@@ -85,7 +85,7 @@ def served_method(
     """
     if texts.failed:
         return ServedMethod(name=name, failed=texts.failed)
-    throughput = [_throughput(1, texts.num_tokens, texts.seconds_in_turn)]
+    throughput = [_throughput(1, texts.num_tokens_in_turn, texts.seconds_in_turn)]
     if len(prompts) > 1:
         throughput.append(_throughput(len(prompts), texts.num_tokens, texts.seconds))
     if config is None:

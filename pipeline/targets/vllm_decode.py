@@ -36,6 +36,7 @@ from pipeline.targets.spec import (
 from pipeline.targets.vllm_engine import RunningEngine, sampling_params, token_prompt
 
 NUM_WARM_UPS = 2  # prompts that are not timed
+NUM_IN_TURN = 8  # prompts that are also decoded one after another
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class VLLMTexts:
         token_ids: The generated token ids for each prompt, without the prompt.
         accepted: For each prompt, the number of tokens that each forward after the prefill added.
         seconds: The duration of each repeat, with all prompts at once.
-        seconds_in_turn: The duration of each repeat, with one prompt after another.
+        seconds_in_turn: The duration of each repeat of the first `NUM_IN_TURN` prompts, one after
+            another.
         failed: Why an optional task failed; its other attributes are empty.
     """
 
@@ -62,6 +64,11 @@ class VLLMTexts:
         return sum(map(len, self.token_ids))
 
     @property
+    def num_tokens_in_turn(self) -> int:
+        """The number of generated tokens of the first `NUM_IN_TURN` prompts."""
+        return sum(map(len, self.token_ids[:NUM_IN_TURN]))
+
+    @property
     def tokens_per_second(self) -> float:
         """Generated tokens per second with all prompts at once, the median of the repeats."""
         return self.num_tokens / statistics.median(self.seconds)
@@ -75,7 +82,7 @@ class DecodeTask:
         prompts: The token ids of each prompt.
         engine_args: Arguments of `vllm.LLM`; empty for plain decoding. With heads, they have a
             `speculative_config`, or their `model` is an export that itself names the target.
-        repeats: How often all prompts are decoded, at once and in turn.
+        repeats: How often the prompts are decoded, all at once and some in turn.
         gpus: Tensor-parallel size; 0 runs on the CPU.
         name: The decoding method, for the progress.
         optional: Whether a failure of this task is returned instead of raised.
@@ -154,7 +161,7 @@ def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
         answers = _generate_in_vllm(running, requests, eos, turn_of, report)
         seconds.append(time.perf_counter() - started)
         started = time.perf_counter()
-        _generate_in_turn(running, requests, eos, f"{turn_of}, one at a time", report)
+        _generate_in_turn(running, requests[:NUM_IN_TURN], eos, f"{turn_of}, one at a time", report)
         seconds_in_turn.append(time.perf_counter() - started)
     running.close()
     return VLLMTexts(

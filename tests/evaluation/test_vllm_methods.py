@@ -52,9 +52,12 @@ def test_figures_are_of_all_repeats_and_by_category():
     assert plain.throughput == found.throughput and plain.acceleration_rate is None
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_one_prompt_is_one_load(number):
+@pytest.mark.parametrize(
+    ("number", "speeds"), [(1, {1: 2}), (2, {1: 4, 2: 4}), (9, {1: 16, 9: 18})]
+)
+def test_eight_prompts_at_most_are_decoded_in_turn(number, speeds):
+    """Two tokens each, all of them in one second."""
     prompts = [Prompt(str(place), [place]) for place in range(number)]
     texts = VLLMTexts([[1, 2]] * number, [[1]] * number, [1.0], [1.0])
     loads = served_method("plain", None, prompts, texts, None).throughput
-    assert [each.requests for each in loads] == [1, 2][:number]
+    assert {each.requests: each.tokens_per_second for each in loads} == speeds
