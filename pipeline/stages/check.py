@@ -77,7 +77,7 @@ from pipeline.targets.spec import (
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 20
+VERSION = 21
 FIGURES = ("native.acceleration_rate", "native.speedup", "vllm.acceleration_rate")
 LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `Limits`
 
@@ -206,7 +206,8 @@ class CheckEngines:
         Greedy answers are compared with plain decoding of that copy, since the target itself writes
         other text. Baselines and studies are not repeated.
         """
-        settings = request.settings.model_copy(update={"baselines": (), "studies": ()})
+        nothing = dict.fromkeys(("baselines", "engine_baselines", "draft_tokens", "studies"), ())
+        settings = request.settings.model_copy(update=nothing)
         results = {}
         for engine, copy in self.context.resolved.served_copies.items():
             target = replace(copy, max_tokens=request.target.max_tokens)
