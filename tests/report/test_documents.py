@@ -115,7 +115,7 @@ def test_markdown_has_the_numbers_of_the_report(report, extras):
 
 
 def test_loads_bound_by_computation_are_marked(report, extras):
-    """With five drafts 50 requests verify 300 tokens and 51 verify 306, with two drafts 153."""
+    """Five drafts each: 50 requests verify 300 tokens and 51 verify 306; two drafts: 153."""
     speed = {"requests": 50, "tokens_per_second": 9.0}
     drafts = {"plain": None, "heads": 5, "heads, 2": 2}
     methods = [

@@ -207,7 +207,7 @@ def test_a_served_copy_has_the_dtype_of_its_workers(
     assert {engine: spec.dtype for engine, spec in copies.items()} == expected
 
 
-def test_a_step_s_bound_is_that_of_the_gpu_that_decoded(make_config, tmp_path):
+def test_a_bound_is_that_of_the_gpu_that_decoded(make_config, tmp_path):
     """121 x 2 / (2 x 0.3) = 403 tokens on an L4, in bfloat16."""
 
     def bound(dtype: str, gpus: list[str], **changes: object) -> int | None:
