@@ -154,10 +154,45 @@ class Percentiles:
 
 
 @result
+class Throughput:
+    """Tokens per second with `requests` at once, and the share of requests within `check.slo`.
+
+    `lowest` and `highest` are those of several repeats, of which the speed itself is the median.
+    """
+
+    requests: int
+    tokens_per_second: float
+    lowest: float | None = None
+    highest: float | None = None
+    within_slo: float | None = None
+
+
+@result
+class ServedMethod:
+    """A decoding method in vLLM: what it accepts and how fast it is, or why it `failed`.
+
+    `speculative_config` is vLLM's; None for plain decoding and for the export's own.
+    """
+
+    name: str
+    draft_tokens: int | None = None
+    speculative_config: JsonObject | None = None
+    acceleration_rate: float | None = None
+    standard_error: float | None = None
+    greedy_match: GreedyMatch | None = None
+    categories: dict[str, float] | None = None  # acceleration rates
+    throughput: list[Throughput] = field(default_factory=list)
+    failed: str | None = None
+
+
+@result
 class LoadRow(Speed):
     """Speed and latencies with `requests` concurrent requests, in the study `load`."""
 
+    method: str = "heads"
     requests: int
+    range: list[float] | None = None  # of tokens per second, over several repeats
+    baseline_range: list[float] | None = None
     ttft_ms: Percentiles | None = None  # to the first token
     tpot_ms: Percentiles | None = None  # per further token
     within_slo: float | None = None  # share of requests within `check.slo`
@@ -216,10 +251,12 @@ class VllmFigures(EngineFigures):
     """The check's figures of vLLM with the heads' top-1 chain."""
 
     num_speculative_tokens: int | None = None
+    methods: list[ServedMethod] | None = None  # plain decoding first, then the heads
     accepted_per_position: list[float] | None = None
     same_text_acceleration_rate: float | None = None  # replayed on native answers
     expected_acceleration_rate: float | None = None
     expected_standard_error: float | None = None
+    memory_bound_tokens: int | None = None  # of a step on the check's GPU, by its peak figures
 
 
 @result

@@ -1,6 +1,7 @@
 """The output of `medusa-distill plan`.
 
-It shows the state of each stage, tokens and disk space, training steps, workers, hours and memory.
+It shows the state of each stage, tokens and disk space, training steps, workers, hours, memory, and
+the batches that pay.
 """
 
 from __future__ import annotations
@@ -9,16 +10,23 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.filesize import decimal
 
 from pipeline.errors import EnvironmentFault
+from pipeline.evaluation.batch_limits import (
+    gpu_figures,
+    memory_bound_tokens,
+    sequences_in_memory,
+)
 from pipeline.execution.placement import most_workers
 from pipeline.flow import STAGES
 from pipeline.formatting import duration, rate
 from pipeline.report.text_table import print_grid, wide_console
 from pipeline.run.checks import check_plan, unread_settings
 from pipeline.run.estimate import (
+    CACHED_TOKENS,
     GIB,
     TOLERANCE,
     RunSize,
@@ -26,6 +34,7 @@ from pipeline.run.estimate import (
     check_memory,
     memory_of_stages,
     on_planned_gpus,
+    planned_gpu_memory,
     run_size,
     target_sizes,
 )
@@ -35,6 +44,8 @@ from pipeline.stages.generate import check_samples
 from pipeline.storage.atomic import free_disk
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
+from pipeline.targets.sizes import TargetSizes
+from pipeline.targets.spec import cached_numbers
 from pipeline.training.recipe import too_few_steps
 
 ACTIONS = {"done": "kept", "failed": "kept", "skipped": "skip"}  # by a stage's status; else it runs
@@ -73,6 +84,7 @@ def print_plan(run: ResolvedRun) -> None:
     if target is not None:
         memory = memory_of_stages(elsewhere, target, size.positions)
         _print_memory(console, memory)
+        _print_lines(console, _batch_lines(elsewhere, target))
         trained = [stage for stage in memory if stage.stage == "train"]
         checkpoint = decimal(int(max(stage.heads + stage.optimizer for stage in trained)))
         line = f"Disk: {run.config.train.keep_checkpoints} checkpoint(s) of {checkpoint}"
@@ -178,6 +190,38 @@ def _hour_lines(
             seconds = size.tokens / (speed * run.workers_of(stage))
         measured = f"{rate(speed)} tokens/s of {newest.path.name}"
         yield f"{stage}: at most {duration(seconds)}, at the {measured}."
+
+
+def _batch_lines(run: ResolvedRun, target: TargetSizes) -> Iterator[str]:
+    """Yield a line of `plan` on the batches that pay in vLLM, by arithmetic.
+
+    There is none if the GPU's peak figures or its memory are unknown. A sequence has
+    `CACHED_TOKENS` tokens, or the target's context if that is shorter. If calibrate will choose the
+    number of draft tokens, there is one per head.
+    """
+    placement = run.config.placement
+    name = None
+    if placement.gpu_memory_gb is None and torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    gpu = gpu_figures(placement, name, target)
+    memory = planned_gpu_memory(run)
+    if gpu is None or memory is None:
+        return
+    weights = target.weight_bytes(run.config.target.quantization)
+    tokens = memory_bound_tokens(gpu, weights / target.parameters)
+    draft_tokens = run.config.calibrate.draft_tokens
+    if draft_tokens == "auto":
+        draft_tokens = run.config.train.num_heads
+    num_gpus = max(1, run.gpus_of("generate"))
+    context = min(CACHED_TOKENS, run.context)
+    cached = context * cached_numbers(run.target_config) * target.itemsize
+    sequences = sequences_in_memory(num_gpus * memory, weights, cached)
+    yield (
+        f"By arithmetic, a step on {name or 'such a GPU'} ({gpu.tflops:,g} TFLOP/s,"
+        f" {gpu.bandwidth_gbs:,g} GB/s) is bound by memory up to {tokens:,} tokens:"
+        f" {tokens // (draft_tokens + 1):,} requests with {draft_tokens} draft tokens each;"
+        f" the memory of {num_gpus} GPU(s) holds {sequences:,} sequences of {context:,} tokens."
+    )
 
 
 def _print_memory(console: Console, memory: Sequence[StageMemory]) -> None:

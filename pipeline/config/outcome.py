@@ -11,6 +11,7 @@ from pipeline.config.running import Dtype, Section
 
 FormatName = Literal["expanded", "shared", "reference", "sglang"]
 BaselineName = Literal["generate", "prompt-lookup", "assistant", "retrieval", "lookahead"]
+EngineBaseline = Literal["ngram", "draft-model", "suffix"]
 StudyName = Literal["trees", "typical", "heads", "batch", "load"]
 
 
@@ -202,6 +203,21 @@ class CheckConfig(Section):
             " guesses ahead."
         ),
     )
+    engine_baselines: tuple[EngineBaseline, ...] = Field(
+        ("ngram",),
+        description=(
+            "Drafts without training to compare the heads with in vLLM: n-grams of the context, a"
+            " smaller model (assistant_model), suffixes (needs the package arctic-inference)."
+        ),
+    )
+    draft_tokens: tuple[PositiveInt, ...] = Field(
+        (),
+        description=(
+            "Further numbers of tokens that vLLM drafts with the heads, at most three; the report"
+            " says which is fastest."
+        ),
+        max_length=3,
+    )
     assistant_model: str | None = Field(
         None,
         description=(
@@ -275,9 +291,13 @@ class CheckConfig(Section):
 
     @model_validator(mode="after")
     def assistant_is_named(self) -> CheckConfig:
-        """Refuse the baseline `assistant` without `check.assistant_model`, and the reverse."""
-        if ("assistant" in self.baselines) != (self.assistant_model is not None):
-            raise ValueError("the baseline 'assistant' and check.assistant_model come together")
+        """Refuse a baseline with an assistant without `check.assistant_model`, and the reverse."""
+        used = "assistant" in self.baselines or "draft-model" in self.engine_baselines
+        if used != (self.assistant_model is not None):
+            raise ValueError(
+                "check.assistant_model and the baselines 'assistant' and 'draft-model' come"
+                " together"
+            )
         return self
 
 

@@ -97,6 +97,27 @@ class PlacementConfig(Section):
             " does not have. Default: that of this machine's GPUs."
         ),
     )
+    gpu_tflops: PositiveFloat | None = Field(
+        None,
+        description=(
+            "Peak TFLOP/s of each GPU in the target's dtype, without sparsity (989.5 for an H100),"
+            " to compute when batches stop paying; where this machine has no GPU, together with"
+            " gpu_memory_gb. Default: that of its data sheet, for common GPUs."
+        ),
+    )
+    gpu_bandwidth_gbs: PositiveFloat | None = Field(
+        None,
+        description=(
+            "Peak memory bandwidth of each GPU in GB/s (3350 for an H100); goes with gpu_tflops."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def has_both_peaks(self) -> PlacementConfig:
+        """Refuse one of `placement.gpu_tflops` and `placement.gpu_bandwidth_gbs` alone."""
+        if (self.gpu_tflops is None) != (self.gpu_bandwidth_gbs is None):
+            raise ValueError("give gpu_tflops and gpu_bandwidth_gbs together, or neither")
+        return self
 
     def of_stages(self) -> dict[str, PlacementOf]:
         """Return the placement settings of generate, features and train, by stage."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -32,13 +32,20 @@ from pipeline.artifacts.json_form import rounded
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.artifacts.tree_file import ChainLength
 from pipeline.config import LatencyLimits
-from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
+from pipeline.evaluation.answers import Comparison, compare, tie_tolerance, top_2_gap
 from pipeline.evaluation.prompts import CheckRequest
 from pipeline.evaluation.speed import check_rate, require_steps, with_new_answers
+from pipeline.evaluation.vllm_methods import (
+    HEADS,
+    PLAIN,
+    compared_configs,
+    heads_config,
+    served_method,
+)
 from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.export.layout import Content, read_layout
 from pipeline.targets.loading import load_on_gpus
-from pipeline.targets.vllm_decode import DecodeTask, decode_in_vllm
+from pipeline.targets.vllm_decode import DecodeTask, VLLMTexts, decode_in_vllm
 from pipeline.targets.vllm_load import LoadFigures, LoadTask, serve_under_load
 
 if TYPE_CHECKING:
@@ -68,23 +75,28 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
         repeats=settings.repeats,
         gpus=gpus,
     )
-    tasks = [task, replace(task, engine_args=with_heads)]
-    plain, accelerated = decode_in_vllm(tasks, progress.report)
+    tasks = [task, replace(task, engine_args=with_heads, name="vLLM with the heads")]
+    compared = compared_configs(request)
+    for name, config in compared.items():
+        arguments = {"speculative_config": config}
+        tasks.append(replace(task, engine_args=arguments, name=f"vLLM, {name}", optional=True))
+    plain, accelerated, *others = decode_in_vllm(tasks, progress.report)
     answers = accelerated.token_ids
     accepted = accelerated.accepted
     require_steps(accepted)
-
-    @functools.cache
-    def model() -> PreTrainedModel:  # loaded only if answers differ
-        return load_on_gpus(request.target, gpus)
-
-    tolerance = tie_tolerance(request.target, settings)
-    comparison = compare(
-        prompts, plain.token_ids, answers, lambda prefix: top_2_gap(model(), prefix), tolerance
-    )
+    comparison_of = _comparer(request, plain)
+    comparison = comparison_of(accelerated)
+    methods = [
+        served_method(PLAIN, None, prompts, plain, None),
+        served_method(HEADS, heads_config(request), prompts, accelerated, comparison.match),
+    ]
+    for (name, config), texts in zip(compared.items(), others, strict=True):
+        match = None if texts.failed else comparison_of(texts).match
+        methods.append(served_method(name, config, prompts, texts, match))
     measured = check_rate(prompts, accepted)
     figures = VllmFigures(
         num_speculative_tokens=num_tokens,
+        methods=methods,
         acceleration_rate=round(measured.rate, 4),
         standard_error=rounded(measured.standard_error),
         accepted_per_position=accepted_per_position(accepted, num_tokens),
@@ -93,11 +105,36 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
         baseline_tokens_per_second=round(plain.tokens_per_second, 2),
         greedy_match=comparison.match,
         largest_gap=comparison.largest_gap,
-        tie_tolerance=tolerance,
+        tie_tolerance=tie_tolerance(request.target, settings),
         dtype=request.target.dtype,
     )
     figures = with_new_answers(figures, request, answers, accepted)
     return CheckResult(vllm=figures, differing=comparison.differing)
+
+
+def _comparer(request: CheckRequest, plain: VLLMTexts) -> Callable[[VLLMTexts], Comparison]:
+    """Return a function that compares a method's texts with those of plain decoding.
+
+    It loads the target once, and only if texts differ.
+    """
+
+    @functools.cache
+    def model() -> PreTrainedModel:
+        return load_on_gpus(request.target, request.gpus)
+
+    tolerance = tie_tolerance(request.target, request.settings)
+
+    def compare_with_plain(texts: VLLMTexts) -> Comparison:
+        """Compare a method's texts with those of plain decoding."""
+        return compare(
+            request.prompts,
+            plain.token_ids,
+            texts.token_ids,
+            lambda prefix: top_2_gap(model(), prefix),
+            tolerance,
+        )
+
+    return compare_with_plain
 
 
 def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) -> list[float]:
@@ -149,10 +186,10 @@ def with_expectations(
 def load_study(
     request: CheckRequest, gpus: int, progress: ProgressReporter = SILENT
 ) -> list[LoadRow]:
-    """Measure vLLM's server under load, with and without heads (study `load`).
+    """Measure vLLM's server under load, plain, with heads and by each compared method (`load`).
 
-    Each number of concurrent requests is measured `check.repeats` times and gives one row: the
-    figures of median duration.
+    Each number of concurrent requests is measured `check.repeats` times and gives one row for each
+    method: the figures of median duration. A compared method that fails has no rows.
     """
     progress.begin("vLLM's server starts", 0, unit="loads")
     settings = request.settings
@@ -165,22 +202,36 @@ def load_study(
         gpus=gpus,
         levels=LEVELS,
     )
-    tasks = [task, replace(task, engine_args=with_heads)]
-    plain, accelerated = serve_under_load(tasks, progress.report)
-    return load_rows(plain, accelerated, settings.slo)
+    tasks = [task, replace(task, engine_args=with_heads, name="vLLM with the heads")]
+    compared = compared_configs(request)
+    for name, config in compared.items():
+        arguments = {"speculative_config": config}
+        tasks.append(replace(task, engine_args=arguments, name=f"vLLM, {name}", optional=True))
+    plain, *others = serve_under_load(tasks, progress.report)
+    rows = []
+    for name, figures in zip((HEADS, *compared), others, strict=True):
+        if figures:
+            rows += load_rows(plain, figures, settings.slo, name)
+    return rows
 
 
 def load_rows(
-    plain: Sequence[LoadFigures], with_heads: Sequence[LoadFigures], limits: LatencyLimits
+    plain: Sequence[LoadFigures],
+    with_method: Sequence[LoadFigures],
+    limits: LatencyLimits,
+    method: str = HEADS,
 ) -> list[LoadRow]:
-    """Build the load study's rows from the measurements of both servers."""
+    """Build the load study's rows of a method from its server's figures and the plain server's."""
     rows = []
-    for before, after in zip(plain, with_heads, strict=True):
+    for before, after in zip(plain, with_method, strict=True):
         plain_speed = before.num_tokens / before.seconds
         speed = after.num_tokens / after.seconds
         rows.append(
             LoadRow(
+                method=method,
                 requests=after.requests,
+                range=_range(after),
+                baseline_range=_range(before),
                 speedup=rounded(speed / plain_speed),
                 acceleration_rate=after.acceleration_rate,
                 tokens_per_second=rounded(speed),
@@ -194,6 +245,14 @@ def load_rows(
             )
         )
     return rows
+
+
+def _range(figures: LoadFigures) -> list[float] | None:
+    """Return the lowest and highest tokens per second of several passes; None for one pass."""
+    if len(figures.passes) < 2:
+        return None
+    slowest, fastest = max(figures.passes), min(figures.passes)
+    return [round(figures.num_tokens / slowest, 2), round(figures.num_tokens / fastest, 2)]
 
 
 def _percentiles(seconds: Sequence[float | None]) -> Percentiles:

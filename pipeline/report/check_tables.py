@@ -260,21 +260,37 @@ def _costs(row: TreeRow) -> tuple[str, str, str]:
 
 def _load_study(report: Report) -> Table:
     """Build the report's table of vLLM's speed and latencies by concurrent requests."""
-    table = Table("Study: load", ["requests", "per step", *SPEEDS])
+    table = Table("Study: load", ["method", "requests", "per step", *SPEEDS])
     for measure in ("to first", "per token", "within limits"):
-        table.columns += [f"{measure}, plain", f"{measure}, with heads"]
+        table.columns += [f"{measure}, plain", f"{measure}, drafting"]
     table.note = (
         "vLLM as a server, with so many requests at once; time to the first token and per further"
         " one in ms, p50 / p90 / p99 of the requests. Client and server share the machine. Per"
         " step: the answers' tokens without the first of each, over the drafts that the server"
         " counts; the check counts the forwards of each request instead."
     )
+    memory_bound = None
+    draft_tokens = {}
+    if report.vllm:
+        memory_bound = report.vllm.memory_bound_tokens
+        for method in report.vllm.methods or []:
+            draft_tokens[method.name] = method.draft_tokens or 0
+    if memory_bound is not None:
+        table.note += (
+            " By arithmetic, a step of this target on this GPU is bound by memory up to"
+            f" {count(memory_bound)} tokens; loads at which it verifies more, one token and the"
+            " drafts of each request, are marked *."
+        )
     for row in report.studies.load or []:
+        requests = count(row.requests)
+        verified = row.requests * (1 + draft_tokens.get(row.method, 0))
+        if memory_bound is not None and verified > memory_bound:
+            requests += " *"
         cells = [ratio(row.acceleration_rate), *_speeds(row)]
         for waited in (row.baseline_ttft_ms, row.ttft_ms, row.baseline_tpot_ms, row.tpot_ms):
             cells.append(_percentiles(waited))
         cells += [percent(row.baseline_within_slo), percent(row.within_slo)]
-        table.add(count(row.requests), *cells)
+        table.add(row.method, requests, *cells)
     return table
 
 

@@ -44,6 +44,7 @@ from pipeline.report.tables import (
     tree_table,
 )
 from pipeline.report.text_table import Table, escaped, markdown_section, print_tables, print_text
+from pipeline.report.what_to_serve import serving_advice, what_to_serve_table
 
 TEMPLATES = Path(__file__).parent
 PAGES = jinja2.Environment(
@@ -73,6 +74,7 @@ def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
     Tables of optional measurements are left out if they have no rows.
     """
     tables = {
+        "serve": what_to_serve_table(report),
         "check": check_table(report),
         "methods": methods_table(report),
         "heads": heads_table(report),
@@ -104,6 +106,9 @@ def render_markdown(report: Report, extras: Extras) -> str:
     if notes:
         parts.append("\n".join(f"- {escaped(note)}" for note in notes))
     tables = report_tables(report, extras)
+    serve = tables.pop("serve")
+    if serve.rows:
+        parts.append(markdown_section(serve))
     parts += [markdown_section(table) for table in (headline_table(report), *tables.values())]
     return "\n\n".join(parts) + "\n"
 
@@ -140,7 +145,9 @@ def print_report(report: Report, console: Console, extras: Extras) -> None:
         print_text(f"- {failure}", console, "red")
     for warning in report_warnings(report):
         print_text(f"- {warning}", console, "yellow")
+    for sentence in serving_advice(report):
+        print_text(sentence, console, "")
     tables = report_tables(report, extras)
     stages, quarantine = tables.pop("stages"), tables.pop("quarantine")
-    del tables["check"], tables["provenance"]
+    del tables["serve"], tables["check"], tables["provenance"]
     print_tables([headline_table(report), stages, *tables.values(), quarantine], console)

@@ -76,8 +76,7 @@ def draw_plots(report: Report, extras: Extras) -> dict[str, str]:
             sizes = [row.batch_size for row in studies.batch]
             plots["study_batch"] = plot_speeds(sizes, studies.batch, "sequences at once")
         if studies.load:
-            requests = [row.requests for row in studies.load]
-            plots["study_load"] = plot_speeds(requests, studies.load, "requests at once")
+            plots["study_load"] = plot_loads(studies.load)
         return {name: _render_svg(axes, name) for name, axes in plots.items()}
 
 
@@ -156,13 +155,31 @@ def plot_tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Axes:
     return axes
 
 
-def plot_speeds(x: Sequence[int], rows: Sequence[BatchRow | LoadRow], label: str) -> Axes:
-    """Plot tokens per second, plain and with heads, by sequences or requests at once."""
+def plot_speeds(x: Sequence[int], rows: Sequence[BatchRow], label: str) -> Axes:
+    """Plot tokens per second, plain and with heads, by sequences at once."""
     axes = _axes(label, "tokens/s")
     plain = [row.baseline_tokens_per_second for row in rows]
     _plot_curve(axes, x, plain, color=MUTED, label="plain")
     _plot_curve(axes, x, [row.tokens_per_second for row in rows], color=ACCENT, label="with heads")
     _powers_of_two(axes, x)
+    return axes
+
+
+def plot_loads(rows: Sequence[LoadRow]) -> Axes:
+    """Plot tokens per second of plain vLLM and of each method, by requests at once."""
+    axes = _axes("requests at once", "tokens/s")
+    by_method: dict[str, list[LoadRow]] = {}
+    for row in rows:
+        by_method.setdefault(row.method, []).append(row)
+    first = next(iter(by_method.values()))
+    loads = [row.requests for row in first]
+    plain = [row.baseline_tokens_per_second for row in first]
+    _plot_curve(axes, loads, plain, color=MUTED, label="plain")
+    for place, (method, of_method) in enumerate(by_method.items()):
+        speeds = [row.tokens_per_second for row in of_method]
+        colour = SERIES[place % len(SERIES)]
+        _plot_curve(axes, loads, speeds, color=colour, label=method)
+    _powers_of_two(axes, loads)
     return axes
 
 

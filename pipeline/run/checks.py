@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.evaluation.prompts import with_room
 from pipeline.execution.machine import SUBMITTED_JOB, unusable_driver
 from pipeline.export.layout import check_formats
-from pipeline.run.resolved import ENGINE_SECTIONS, SERVED, TARGET, ResolvedRun
+from pipeline.run.resolved import ASSISTANT, ENGINE_SECTIONS, SERVED, TARGET, ResolvedRun
 from pipeline.targets.files import check_repo_id, is_local
 from pipeline.targets.loading import require_readable
 from pipeline.targets.spec import context_length
@@ -221,6 +221,45 @@ def check_readers(run: ResolvedRun) -> None:
             require_readable(copy, engine, on_gpu=on_gpu, where=SERVED)
 
 
+def check_engine_baselines(run: ResolvedRun) -> None:
+    """Check that vLLM can draft by the methods that the heads are compared with.
+
+    Raises:
+        ConfigError: The heads propose fewer tokens than `check.draft_tokens` asks for, or the
+            assistant's vocabulary is not the target's.
+        EnvironmentFault: The package of `suffix` is not installed. With RAY_ADDRESS set this is
+            not checked.
+    """
+    settings = run.config.check
+    if ASSISTANT in run.models and TARGET in run.models:
+        sizes = []
+        for name in (ASSISTANT, TARGET):
+            sizes.append(run.model(name).config.get_text_config().vocab_size)
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"The assistant has a vocabulary of {sizes[0]} tokens, the target of {sizes[1]}.",
+                f"{ASSISTANT} = {settings.assistant_model}",
+                "Name a model with the target's vocabulary.",
+            )
+    if "vllm" not in settings.engines:
+        return
+    most = run.max_draft_tokens
+    longest = max(settings.draft_tokens, default=0)
+    if longest > most:
+        raise ConfigError(
+            f"These heads propose {most} tokens in a row, and {longest} are asked for.",
+            "check.draft_tokens",
+            "Lower it or raise train.num_heads.",
+        )
+    is_missing = importlib.util.find_spec("arctic_inference") is None
+    if "suffix" in settings.engine_baselines and is_missing and not os.environ.get("RAY_ADDRESS"):
+        raise EnvironmentFault(
+            "arctic-inference is not installed here, and vLLM needs it to draft by suffixes.",
+            "check.engine_baselines",
+            "Install it (`pip install arctic-inference`, which builds it), or leave out suffix.",
+        )
+
+
 def check_driver(run: ResolvedRun) -> None:
     """Raise EnvironmentFault if a GPU driver is installed that torch cannot use.
 
@@ -354,6 +393,7 @@ CHECKS = (
     check_models,
     check_target,
     check_served_copy,
+    check_engine_baselines,
     check_driver,
     check_readers,
     check_method,

@@ -207,16 +207,23 @@ def memory_of_stages(
     return memory
 
 
+def planned_gpu_memory(run: ResolvedRun) -> float | None:
+    """Return the memory of a GPU in bytes: `placement.gpu_memory_gb`, else the smallest GPU's here.
+
+    The result is None if there is neither.
+    """
+    gigabytes = run.config.placement.gpu_memory_gb
+    return gigabytes * GIB if gigabytes else gpu_memory()
+
+
 def _device_bytes(run: ResolvedRun, stage: str, section: str) -> float | None:
     """Return the memory in bytes of a worker's device, or None if unknown.
 
-    With GPUs it is `placement.gpu_memory_gb`, by default the memory of the smallest GPU here.
-    Without GPUs it is a worker's share of this machine's memory; it is unknown if RAY_ADDRESS is
-    set.
+    With GPUs it is the memory of one. Without GPUs it is a worker's share of this machine's memory;
+    it is unknown if RAY_ADDRESS is set.
     """
     if run.gpus_of(section):
-        gigabytes = run.config.placement.gpu_memory_gb
-        return gigabytes * GIB if gigabytes else gpu_memory()
+        return planned_gpu_memory(run)
     if os.environ.get("RAY_ADDRESS"):
         return None
     workers = 1 if stage == "check" else run.workers_of(section)

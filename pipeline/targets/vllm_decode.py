@@ -26,10 +26,17 @@ from itertools import chain
 
 from pipeline.conversations.requests import Request
 from pipeline.targets.own_process import Report, in_own_process
-from pipeline.targets.spec import EngineArgs, TargetSpec, context_length, eos_token_ids
+from pipeline.targets.spec import (
+    EngineArgs,
+    TargetSpec,
+    context_length,
+    eos_token_ids,
+    one_line,
+)
 from pipeline.targets.vllm_engine import RunningEngine, sampling_params, token_prompt
 
 NUM_WARM_UPS = 2  # prompts that are not timed
+NUM_IN_TURN = 8  # prompts that are also decoded one after another
 
 
 @dataclass(frozen=True)
@@ -39,17 +46,32 @@ class VLLMTexts:
     Attributes:
         token_ids: The generated token ids for each prompt, without the prompt.
         accepted: For each prompt, the number of tokens that each forward after the prefill added.
-        seconds: The duration for all prompts together, the median of the repeats.
+        seconds: The duration of each repeat, with all prompts at once.
+        seconds_in_turn: The duration of each repeat of the first `NUM_IN_TURN` prompts, one after
+            another.
+        failed: Why an optional task failed; its other attributes are empty.
     """
 
-    token_ids: list[list[int]]
-    accepted: list[list[int]]
-    seconds: float
+    token_ids: list[list[int]] = field(default_factory=list)
+    accepted: list[list[int]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    seconds_in_turn: list[float] = field(default_factory=list)
+    failed: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of generated tokens of all prompts."""
+        return sum(map(len, self.token_ids))
+
+    @property
+    def num_tokens_in_turn(self) -> int:
+        """The number of generated tokens of the first `NUM_IN_TURN` prompts."""
+        return sum(map(len, self.token_ids[:NUM_IN_TURN]))
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens of all prompts per second."""
-        return sum(map(len, self.token_ids)) / self.seconds
+        """Generated tokens per second with all prompts at once, the median of the repeats."""
+        return self.num_tokens / statistics.median(self.seconds)
 
 
 @dataclass(frozen=True)
@@ -60,8 +82,10 @@ class DecodeTask:
         prompts: The token ids of each prompt.
         engine_args: Arguments of `vllm.LLM`; empty for plain decoding. With heads, they have a
             `speculative_config`, or their `model` is an export that itself names the target.
-        repeats: How often all prompts are decoded; the duration is the median.
+        repeats: How often the prompts are decoded, all at once and some in turn.
         gpus: Tensor-parallel size; 0 runs on the CPU.
+        name: The decoding method, for the progress.
+        optional: Whether a failure of this task is returned instead of raised.
     """
 
     spec: TargetSpec
@@ -70,6 +94,8 @@ class DecodeTask:
     engine_args: EngineArgs = field(default_factory=dict)
     repeats: int = 1
     gpus: int = 0
+    name: str = "plain vLLM"
+    optional: bool = False
 
     def requests(self) -> list[Request]:
         """Return a greedy request for each prompt; prompt and answer fit into the context."""
@@ -94,13 +120,24 @@ def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None)
         EnvironmentFault: As `VLLMGenerationEngine` does, or a process ends without a result.
     """
     if any(task.gpus for task in tasks):
-        return [in_own_process(decode_task, task, on_report) for task in tasks]
+        found = []
+        for task in tasks:
+            found += in_own_process(decode_tasks, [task], on_report)
+        return found
     return in_own_process(decode_tasks, tasks, on_report)
 
 
 def decode_tasks(tasks: Sequence[DecodeTask], report: Report) -> list[VLLMTexts]:
     """Decode the prompts of all tasks in this process, with one vLLM engine after another."""
-    return [decode_task(task, report) for task in tasks]
+    found = []
+    for task in tasks:
+        try:
+            found.append(decode_task(task, report))
+        except Exception as error:
+            if not task.optional:
+                raise
+            found.append(VLLMTexts(failed=one_line(error)))
+    return found
 
 
 def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
@@ -108,7 +145,7 @@ def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
 
     The engine is started, and closed afterwards. The texts are those of the last repeat.
     """
-    part = "vLLM with the heads" if task.engine_args else "plain vLLM"
+    part = task.name
     report(part=f"{part} starts")
     arguments = {**task.engine_args, "enable_prefix_caching": False}
     running = RunningEngine(task.spec, arguments, task.gpus)
@@ -117,17 +154,35 @@ def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
     _generate_in_vllm(running, requests[:NUM_WARM_UPS], eos, f"{part} warms up", report)
     answers = []
     seconds = []
+    seconds_in_turn = []
     for turn in range(1, task.repeats + 1):
         turn_of = f"{part}, {turn} of {task.repeats}"
         started = time.perf_counter()
         answers = _generate_in_vllm(running, requests, eos, turn_of, report)
         seconds.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        _generate_in_turn(running, requests[:NUM_IN_TURN], eos, f"{turn_of}, one at a time", report)
+        seconds_in_turn.append(time.perf_counter() - started)
     running.close()
     return VLLMTexts(
         token_ids=[list(chain.from_iterable(steps)) for steps in answers],
         accepted=[[len(new_ids) for new_ids in steps[1:]] for steps in answers],
-        seconds=statistics.median(seconds),
+        seconds=seconds,
+        seconds_in_turn=seconds_in_turn,
     )
+
+
+def _generate_in_turn(
+    running: RunningEngine,
+    requests: list[Request],
+    eos: tuple[int, ...],
+    part: str,
+    report: Report,
+) -> None:
+    """Run one request after another in a vLLM engine."""
+    for place, request in enumerate(requests, 1):
+        _generate_in_vllm(running, [request], eos, part, lambda **progress: None)
+        report(part=part, done=place, total=len(requests), unit="prompts")
 
 
 def _generate_in_vllm(

@@ -13,7 +13,7 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 from pipeline.conversations.requests import Request
@@ -55,6 +55,7 @@ class LoadFigures:
         ttft: The seconds to the first token of each request.
         tpot: The seconds per further token of each request; None for an answer of one token.
         acceleration_rate: Tokens per step after the prefill; None if the server does not draft.
+        passes: The duration of each pass at this level.
     """
 
     requests: int
@@ -63,6 +64,7 @@ class LoadFigures:
     ttft: Sequence[float]
     tpot: Sequence[float | None]
     acceleration_rate: float | None
+    passes: Sequence[float] = ()
 
 
 def serve_under_load(
@@ -71,14 +73,22 @@ def serve_under_load(
     """Measure one vLLM server for each task; return the figures of each task's load levels.
 
     Servers run one after another. Texts are greedy and end at the target's own EOS ids. Prefixes
-    are not cached.
+    are not cached. An optional task that fails has no figures.
 
     Raises:
         ConfigError: As `engine_arguments` does.
         EnvironmentFault: vLLM is not importable, GPUs are missing, the server cannot start, or
             requests fail.
     """
-    return [in_own_process(measure_server, task, on_report) for task in tasks]
+    found = []
+    for task in tasks:
+        try:
+            found.append(in_own_process(measure_server, task, on_report))
+        except EnvironmentFault:
+            if not task.optional:
+                raise
+            found.append([])
+    return found
 
 
 def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
@@ -87,7 +97,7 @@ def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
     The figures of a level are those of the pass with the median duration.
     """
     import_vllm()
-    side = "vLLM's server with the heads" if task.engine_args else "vLLM's server"
+    side = f"server of {task.name}"
     report(part=f"{side} starts")
     eos = eos_token_ids(task.spec)
     questions = task.requests()
@@ -104,7 +114,8 @@ def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
     rows = []
     for of_level in passes.values():
         by_length = sorted(of_level, key=lambda figures: figures.seconds)
-        rows.append(by_length[(len(by_length) - 1) // 2])
+        median = by_length[(len(by_length) - 1) // 2]
+        rows.append(replace(median, passes=[figures.seconds for figures in by_length]))
     return rows
 
 

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
@@ -156,6 +157,44 @@ def test_plan_without_weights_prints_gib_and_refuses_misfits(command, config_fil
         and "generate" not in refused
         and "train.optimizer" in refused
     )
+
+
+def test_plan_states_which_batches_pay_on_planned_gpus(command, config_file, tmp_path):
+    """A Llama of 70.55 billion parameters on four H100: 989.5 / 3.35 = 295 tokens, six for each of
+    49 requests. A sequence has 4,096 x 2 x 80 x 8 x 128 numbers of 2 bytes, 1.25 GiB, and the
+    weights leave 188.6 of 320 GiB.
+    """
+    large = write("meta-llama/Llama-3.1-70B-Instruct", tmp_path / "large")
+    words = [f"target.model={large}", "placement.gpu_memory_gb=80", "train.num_heads=5"]
+    words += [f"placement.{stage}.gpus_per_worker=4" for stage in ("generate", "features")]
+    peaks = ("placement.gpu_tflops=989.5", "placement.gpu_bandwidth_gbs=3350")
+    out = command("plan", config_file, *words, *peaks).out
+    assert "is bound by memory up to 295 tokens: 49 requests with 5 draft tokens each" in out
+    assert "the memory of 4 GPU(s) holds 150 sequences of 4,096 tokens" in out
+    out = command("plan", config_file, *words, *peaks, "calibrate.draft_tokens=2").out
+    assert "98 requests with 2 draft tokens each" in out
+    assert "By arithmetic" not in command("plan", config_file, *words).out, "of unknown GPUs"
+    ended = command("plan", config_file, *peaks)
+    assert ended.code == 0 and "By arithmetic" not in ended.out, "of no GPU"
+
+
+def test_plan_states_which_batches_pay_on_the_gpu_here(command, config_file, monkeypatch):
+    """121 x 2 / (2 x 0.3) = 403 tokens. A sequence has 192 tokens with 2 x 32 numbers of 2 bytes in
+    each of two layers, 48 KiB: 24 GiB hold 2^19.
+    """
+    gpu = SimpleNamespace(total_memory=24 * 2**30)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA L4")
+    words = ("target.dtype=bfloat16", "check.engines=[native]")
+    out = command("plan", config_file, *words).out
+    assert "a step on NVIDIA L4 (121 TFLOP/s, 300 GB/s) is bound by memory up to 403 tokens" in out
+    held = re.search(r"holds ([\d,]+) sequences of 192 tokens", out)
+    assert held and int(held[1].replace(",", "")) == pytest.approx(2**19, rel=1e-4)
+    for other in ("target.dtype=float32", "placement.gpu_memory_gb=80"):
+        ended = command("plan", config_file, *words, other)
+        assert ended.code == 0 and "By arithmetic" not in ended.out
 
 
 @pytest.mark.slow

@@ -68,6 +68,7 @@ def test_paths_in_an_override_are_relative_to_the_working_directory(file, tmp_pa
         ("tarin.lr=1", "did you mean 'train'"),
         ("seeds.sources=[{paht: x}]", "did you mean 'seeds.sources.path'"),
         ("train.lr=fast", "'train.lr'"),
+        ("placement.gpu_tflops=989", "give gpu_tflops and gpu_bandwidth_gbs together"),
         ("train.decay=2", "less than or equal to 1"),
         ("train.backbone.lambda_0=0", "greater than 0"),
         ("train.backbone.lora_rank=0", "'train.backbone.lora_rank'"),

@@ -15,6 +15,7 @@ from pipeline.artifacts.check_result import (
     ChainRate,
     GreedyMatch,
     Percentiles,
+    ServedMethod,
     VllmFigures,
 )
 from pipeline.artifacts.seen_answers import NewAnswers
@@ -43,10 +44,11 @@ CHAIN = {"method": "medusa", "model": "export", "num_speculative_tokens": 3}
 @pytest.fixture
 def check(monkeypatch, tiny_target):
     def run(plain, accelerated, prompts=PROMPTS, accepted=((3, 1, 3, 1), (2, 1, 2, 1))):
-        decoded = [
-            VLLMTexts(plain, [], seconds=sum(map(len, plain)) / 20.0),
-            VLLMTexts(accelerated, accepted, seconds=sum(map(len, accelerated)) / 30.0),
-        ]
+        decoded = []
+        for texts, steps, speed in ((plain, (), 20.0), (accelerated, accepted, 30.0)):
+            seconds = sum(map(len, texts)) / speed
+            decoded.append(VLLMTexts(texts, steps, [seconds], [2 * seconds]))
+        decoded.append(VLLMTexts(failed="no n-grams"))
         monkeypatch.setattr(served, "decode_in_vllm", lambda *arguments, **more: decoded)
         target = TargetSpec(str(tiny_target))
         return served.check_served(
@@ -69,6 +71,11 @@ def test_equal_sequences_load_no_target(check, monkeypatch):
     assert found.accepted_per_position == [0.5, 0.25, 0.0]
     assert (found.tokens_per_second, found.baseline_tokens_per_second) == (30.0, 20.0)
     assert found.speedup == 1.5 and found.greedy_match == GreedyMatch(2, 2, 0)
+    plain, heads, ngram = found.methods
+    assert [each.tokens_per_second for each in plain.throughput] == [10.0, 20.0]
+    assert (heads.draft_tokens, heads.acceleration_rate) == (3, 1.75)
+    assert heads.greedy_match == found.greedy_match
+    assert ngram == ServedMethod(name="ngram", failed="no n-grams")
 
 
 def test_equal_steps_give_vllm_the_native_rate(check):
@@ -138,11 +145,11 @@ def test_a_request_keeps_the_limits_if_neither_is_broken(limits, share):
     assert row.within_slo == share
 
 
-def test_both_servers_are_asked_alike(tiny_target, monkeypatch):
+def test_all_servers_are_asked_alike(tiny_target, monkeypatch):
     def serve_under_load(tasks, told):
         asked.extend(tasks)
         plain = [measured(level, seconds=1.0, num_tokens=100) for level in tasks[0].levels]
-        return plain, plain
+        return plain, plain, []
 
     asked: list[LoadTask] = []
     monkeypatch.setattr(served, "serve_under_load", serve_under_load)
@@ -151,5 +158,14 @@ def test_both_servers_are_asked_alike(tiny_target, monkeypatch):
     request = CheckRequest(target, "export", PROMPTS, settings, speculative_config=CHAIN)
     found = load_study(request, gpus=0)
     task = LoadTask(target, [[0, 5], [0, 6]], 9, repeats=settings.repeats, levels=LEVELS)
-    assert asked == [task, replace(task, engine_args={"speculative_config": CHAIN})]
+    heads = {"speculative_config": CHAIN}
+    assert asked[:2] == [task, replace(task, engine_args=heads, name="vLLM with the heads")]
+    assert asked[2].engine_args["speculative_config"]["method"] == "ngram" and asked[2].optional
     assert [row.requests for row in found] == [1, 2, 4, 8, 16, 32, 64]
+    assert {row.method for row in found} == {"heads"}, "the last server failed"
+
+
+def test_a_row_has_the_range_of_several_passes():
+    passes = replace(measured(num_tokens=100), passes=[1.0, 2.0, 4.0])
+    (row,) = load_rows([measured()], [passes], LatencyLimits(), "ngram")
+    assert (row.method, row.range, row.baseline_range) == ("ngram", [25.0, 100.0], None)

@@ -13,7 +13,7 @@ import pytest
 from pipeline.artifacts.json_form import from_json
 from pipeline.report.plots import draw_plots
 from pipeline.report.report import Extras, Report
-from tests.report.conftest import EXTRAS, REPORT, html, printed, texts, typed
+from tests.report.conftest import EXTRAS, RATES, REPORT, html, printed, texts, typed
 
 pytestmark = pytest.mark.usefixtures("unrendered_plots")  # drawings take most of a page's time
 
@@ -112,6 +112,30 @@ def test_markdown_has_the_numbers_of_the_report(report, extras):
     own = ["0", "the target's own token"]
     assert [row[:2] for row in tables["Tree"][1:]] == [own, ["1", "2"], ["2", "3"]]
     assert sum(float(row[2]) for row in tables["Tree"][1:]) == pytest.approx(2.098, abs=0.01)
+
+
+def test_loads_bound_by_computation_are_marked(report, extras):
+    """Five drafts each: 50 requests verify 300 tokens and 51 verify 306; two drafts: 153."""
+    speed = {"requests": 50, "tokens_per_second": 9.0}
+    drafts = {"plain": None, "heads": 5, "heads, 2": 2}
+    methods = [
+        {"name": name, "draft_tokens": number, "throughput": [speed]}
+        for name, number in drafts.items()
+    ]
+    rows = [
+        {"method": method, "requests": requests, **RATES}
+        for method in ("heads", "heads, 2")
+        for requests in (50, 51)
+    ]
+    vllm = report["check"]["vllm"]
+    vllm |= {"studies": {"load": rows}, "methods": methods}
+    text = texts(report, extras)["report.md"]
+    assert [row[1] for row in cells_of(text)["Study: load"][1:]] == ["50", "51", "50", "51"]
+    assert "By arithmetic" not in text
+    vllm["memory_bound_tokens"] = 300
+    text = texts(report, extras)["report.md"]
+    assert [row[1] for row in cells_of(text)["Study: load"][1:]] == ["50", "51 *", "50", "51"]
+    assert "bound by memory up to 300 tokens" in text
 
 
 def test_markdown_shows_hostile_names_as_text(report):

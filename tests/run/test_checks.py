@@ -47,6 +47,9 @@ REFUSED = [
     ({"push__repo_id": "me/heads", "push__base_model": "not an id"}, "push.base_model"),
     ({"target__model": "/absent"}, "target.model"),
     ({"check__served_model": "/absent"}, "check.served_model"),
+    ({"check__draft_tokens": [2, 4], **VLLM}, "check.draft_tokens"),
+    ({"check__engine_baselines": ["wheels"]}, "check.engine_baselines"),
+    ({"check__engine_baselines": ["draft-model"]}, "check.assistant_model"),
     ({"target__quantization": "8bit", "generate__engine": "vllm"}, "target.quantization"),
     ({"target__quantization": "8bit", **VLLM}, "check.engines"),
     ({"train__backbone__lora_rank": 65, **MEDUSA_2}, "train.backbone.lora_rank"),
@@ -87,6 +90,25 @@ def test_a_plan_and_a_run_refuse_and_name_the_key(make_config, tmp_path, changes
 )
 def test_a_run_is_allowed(make_config, tmp_path, changes):
     check_run(resolved(make_config(tmp_path, **changes)))
+
+
+def test_suffixes_need_a_package(make_config, tmp_path):
+    changes = {"check__engine_baselines": ["suffix"]}
+    check_run(resolved(make_config(tmp_path, **changes)))  # vLLM is not in check.engines
+    with pytest.raises(EnvironmentFault, match="pip install arctic-inference"):
+        check_run(resolved(make_config(tmp_path, **changes, **VLLM)))
+
+
+def test_an_assistant_has_the_target_s_vocabulary(make_config, tmp_path, tiny_target):
+    smaller = tmp_path / "smaller"
+    shutil.copytree(tiny_target, smaller)
+    config = json.loads((smaller / "config.json").read_text())
+    changes = {"check__engine_baselines": ["draft-model"], "check__assistant_model": str(smaller)}
+    check_plan(resolved(make_config(tmp_path, **changes)))
+    fewer = config["vocab_size"] - 1
+    (smaller / "config.json").write_text(json.dumps({**config, "vocab_size": fewer}))
+    with pytest.raises(ConfigError, match=f"vocabulary of {fewer} tokens"):
+        check_plan(resolved(make_config(tmp_path, **changes)))
 
 
 def test_keys_that_nothing_reads_are_warned_of(make_config, tmp_path):

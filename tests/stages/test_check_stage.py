@@ -16,6 +16,7 @@ from pipeline.artifacts.json_form import from_json
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
 from pipeline.stages import check
+from pipeline.stages.check import CheckEngines
 from tests.flows.tiny import (
     NEW_TOKENS,
     context_of,
@@ -205,3 +206,19 @@ def test_a_served_copy_has_the_dtype_of_its_workers(
     assert check.identity(context)["settings"]["served_model"]["dtypes"] == expected
     copies = context.resolved.served_copies
     assert {engine: spec.dtype for engine, spec in copies.items()} == expected
+
+
+def test_a_bound_is_that_of_the_gpu_that_decoded(make_config, tmp_path):
+    """121 x 2 / (2 x 0.3) = 403 tokens on an L4, in bfloat16."""
+
+    def bound(dtype: str, gpus: list[str], **changes: object) -> int | None:
+        context = context_of(make_config(tmp_path, target__dtype=dtype, **changes))
+        engines = CheckEngines(context, None, None, None)
+        return engines.memory_bound_tokens(CheckResult(hardware={"gpus": gpus}))
+
+    assert bound("bfloat16", ["NVIDIA L4"]) == 403
+    assert bound("float32", ["NVIDIA L4"]) is None
+    assert bound("bfloat16", ["another"]) is None
+    given = {"placement__gpu_tflops": 60, "placement__gpu_bandwidth_gbs": 300}
+    assert bound("bfloat16", ["another"], **given) == 200
+    assert bound("bfloat16", [], **given) is None, "a CPU"

@@ -1,0 +1,102 @@
+"""Compute when batches stop paying: where a GPU's computation and its memory run out.
+
+A decoding step reads each of the target's W weights once, however many tokens it computes: in
+`bytes_per_weight * W / bandwidth` seconds. It multiplies and adds once per weight and token: in
+`2 * W * tokens / flops` seconds. The two are equal at
+
+    tokens = flops * bytes_per_weight / (2 * bandwidth)
+
+Up to that number a step is bound by memory, and verifying draft tokens costs next to nothing.
+Beyond it every token costs its share of the computation, and rejected draft tokens cost time.
+
+This is arithmetic with the peak figures of data sheets, which no program reaches. It leaves out
+activations, the heads, and in a step's time also keys and values. Reading these keeps steps with
+long contexts bound by memory up to more tokens, and so does a mixture of experts, which reads more
+weights than one token computes with. Products are taken to have 16 bits, also those of quantized
+weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config.running import PlacementConfig
+from pipeline.targets.sizes import TargetSizes
+
+
+@dataclass(frozen=True)
+class GpuFigures:
+    """The peak figures of a GPU in the target's dtype, without sparsity."""
+
+    tflops: float  # 10^12 operations per second
+    bandwidth_gbs: float  # 10^9 bytes per second
+
+
+GPUS = {
+    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/a100-80gb-datasheet-update-nvidia-us-1521051-r2-web.pdf
+    "NVIDIA A100-SXM4-40GB": GpuFigures(312, 1555),
+    "NVIDIA A100-PCIE-40GB": GpuFigures(312, 1555),
+    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
+    "NVIDIA A100-SXM4-80GB": GpuFigures(312, 2039),
+    "NVIDIA A100 80GB PCIe": GpuFigures(312, 1935),
+    # https://www.nvidia.com/en-us/data-center/h100/ (SXM; 1,979 with sparsity)
+    "NVIDIA H100 80GB HBM3": GpuFigures(989.5, 3350),
+    # https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet (1,513)
+    "NVIDIA H100 PCIe": GpuFigures(756.5, 2000),
+    # https://www.nvidia.com/en-us/data-center/h200/ (SXM; 1,979 with sparsity)
+    "NVIDIA H200": GpuFigures(989.5, 4800),
+    # https://resources.nvidia.com/en-us-blackwell-architecture (HGX B200; 4,500 with it)
+    "NVIDIA B200": GpuFigures(2250, 8000),
+    # https://www.nvidia.com/en-us/data-center/l4/ (242 with sparsity)
+    "NVIDIA L4": GpuFigures(121, 300),
+    # https://www.nvidia.com/en-us/data-center/l40s/
+    "NVIDIA L40S": GpuFigures(362.05, 864),
+    # https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf
+    "NVIDIA A10G": GpuFigures(70, 600),
+    # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
+    "NVIDIA GeForce RTX 4090": GpuFigures(165.2, 1008),
+    # https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.1.pdf
+    "NVIDIA GeForce RTX 3090": GpuFigures(71, 936),
+    # https://www.amd.com/content/dam/amd/en/documents/instinct-tech-docs/data-sheets/amd-instinct-mi300x-data-sheet.pdf
+    "AMD Instinct MI300X": GpuFigures(1307.4, 5300),
+}
+"""Data-sheet figures by torch's name of the GPU, in bfloat16 with float32 sums.
+
+Those of float16 are the same. A data sheet that states figures with sparsity states twice as many
+operations per second; such a figure is in brackets.
+"""
+
+
+def gpu_figures(
+    placement: PlacementConfig, name: str | None, target: TargetSizes
+) -> GpuFigures | None:
+    """Return the figures of a GPU: those of the settings, else those of its data sheet.
+
+    Args:
+        name: The name that torch states; None for a GPU that is elsewhere.
+
+    Returns:
+        None if the settings have no figures, and the name is not in `GPUS` or the target's dtype
+        has not 16 bits.
+    """
+    if placement.gpu_tflops is not None and placement.gpu_bandwidth_gbs is not None:
+        return GpuFigures(placement.gpu_tflops, placement.gpu_bandwidth_gbs)
+    if name is None or target.itemsize != 2:
+        return None
+    return GPUS.get(name)
+
+
+def memory_bound_tokens(gpu: GpuFigures, bytes_per_weight: float) -> int:
+    """Return the number of tokens up to which a decoding step is bound by memory (B*).
+
+    GPUs that share the target each read and compute their part, so their number does not matter.
+    """
+    return int(1000 * gpu.tflops * bytes_per_weight / (2 * gpu.bandwidth_gbs))
+
+
+def sequences_in_memory(memory: float, weights: float, bytes_per_sequence: float) -> int:
+    """Return the number of sequences whose keys and values fit beside the weights (B+).
+
+    All arguments are in bytes. The result is 0 if the weights do not fit.
+    """
+    return max(0, int((memory - weights) / bytes_per_sequence))
