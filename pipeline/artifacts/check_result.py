@@ -5,22 +5,17 @@ Field names are the keys of DONE.json and of report.json, which leave out fields
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from pipeline.artifacts.json_form import from_json, result
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.config import Config
-from pipeline.storage.atomic import JsonObject, write_text
+from pipeline.storage.atomic import JsonObject
 from pipeline.storage.receipts import Summary
 
 LEAST_SHORTFALL = 0.1  # tokens per step
 LEAST_LEARNED = 0.1  # share of the labels that guessing by frequency misses
-
-Line = JsonObject  # one question's answer, in Spec-Bench's or FastChat's schema
 
 
 @dataclass(frozen=True)
@@ -154,40 +149,37 @@ class Percentiles:
 
 
 @result
-class Throughput:
-    """Tokens per second with `requests` at once, and the share of requests within `check.slo`.
+class ServedMethod(Baseline):
+    """A method of drafting in vLLM, by its `speculative_config`."""
 
-    `lowest` and `highest` are those of several repeats, of which the speed itself is the median.
-    """
-
-    requests: int
-    tokens_per_second: float
-    lowest: float | None = None
-    highest: float | None = None
-    within_slo: float | None = None
+    speculative_config: JsonObject | None = None
+    categories: dict[str, float] | None = None  # acceleration rates
 
 
 @result
-class ServedMethod:
-    """A decoding method in vLLM: what it accepts and how fast it is, or why it `failed`.
+class ServingChoice:
+    """The fastest method in vLLM with `requests` at once; `plain` is decoding without drafts.
 
-    `speculative_config` is vLLM's; None for plain decoding and for the export's own.
+    Attributes:
+        speedup: Its tokens per second over those of plain decoding.
+        second: The second fastest method.
+        margin: The share by which it is faster than the second; None if the second has no request
+            within `check.slo`.
+        is_beyond_scatter: Whether all of its repeats are faster than those of the second; None
+            with one repeat.
     """
 
-    name: str
-    draft_tokens: int | None = None
-    speculative_config: JsonObject | None = None
-    acceleration_rate: float | None = None
-    standard_error: float | None = None
-    greedy_match: GreedyMatch | None = None
-    categories: dict[str, float] | None = None  # acceleration rates
-    throughput: list[Throughput] = field(default_factory=list)
-    failed: str | None = None
+    requests: int
+    method: str
+    speedup: float
+    second: str
+    margin: float | None = None
+    is_beyond_scatter: bool | None = None
 
 
 @result
 class LoadRow(Speed):
-    """Speed and latencies with `requests` concurrent requests, in the study `load`."""
+    """Speed and latencies of a method in vLLM with `requests` concurrent requests."""
 
     method: str = "heads"
     requests: int
@@ -251,7 +243,9 @@ class VllmFigures(EngineFigures):
     """The check's figures of vLLM with the heads' top-1 chain."""
 
     num_speculative_tokens: int | None = None
-    methods: list[ServedMethod] | None = None  # plain decoding first, then the heads
+    methods: list[ServedMethod] | None = None  # the heads first
+    loads: list[LoadRow] | None = None  # of all methods, with one prompt and all prompts at once
+    choices: list[ServingChoice] | None = None
     accepted_per_position: list[float] | None = None
     same_text_acceleration_rate: float | None = None  # replayed on native answers
     expected_acceleration_rate: float | None = None
@@ -453,38 +447,3 @@ def _missed_rate(vllm: VllmFigures) -> float | None:
     if shortfall > max((expected - 1) / 2, 3 * error, LEAST_SHORTFALL):
         return expected
     return None
-
-
-def write_answers(directory: Path, answers: Mapping[str, Iterable[Line]]) -> None:
-    """Write each method's answers to `answers/METHOD.jsonl`, one line per question."""
-    for method, lines in answers.items():
-        _write_answer_lines(directory / "answers" / f"{method}.jsonl", lines)
-
-
-def write_model_answers(directory: Path, lines: Sequence[Line]) -> None:
-    """Write a model's answers for FastChat's judge to `model_answer/MODEL.jsonl`.
-
-    Without lines, no file is written.
-    """
-    if lines:
-        _write_answer_lines(directory / "model_answer" / f"{lines[0]['model_id']}.jsonl", lines)
-
-
-def _write_answer_lines(path: Path, lines: Iterable[Line]) -> None:
-    """Write answers to a file, as JSON lines."""
-    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-
-
-def read_answers(directory: Path) -> dict[str, list[Line]]:
-    """Read the check stage's answers by method: `plain` first, `original` last.
-
-    `original` are the answers of the original target, if the backbone was tuned.
-    """
-    paths = sorted((directory / "answers").glob("*.jsonl"))
-    paths.sort(key=lambda path: path.stem != "plain")
-    paths += (directory / "model_answer").glob("*-original.jsonl")
-    found = {}
-    for path in paths:
-        name = "original" if path.parent.name == "model_answer" else path.stem
-        found[name] = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    return found

@@ -58,10 +58,10 @@ def check(
     """
     import torch  # --help does not wait for it
 
-    from pipeline.artifacts.check_result import write_answers
     from pipeline.artifacts.json_form import to_json
     from pipeline.config import CheckConfig, TargetConfig
     from pipeline.config.load import target_settings
+    from pipeline.evaluation.answer_files import write_answers
     from pipeline.evaluation.measuring import BUNDLED, measure_heads
     from pipeline.execution.progress import Meter, ProgressReporter
     from pipeline.report.check_tables import categories_table, check_table

@@ -27,7 +27,6 @@ from torch import Tensor
 from pipeline.artifacts.check_result import (
     Difference,
     GreedyMatch,
-    Line,
     Sample,
     SampleToken,
 )
@@ -35,6 +34,7 @@ from pipeline.config import CheckConfig
 from pipeline.conversations.requests import TextStream
 from pipeline.decoding.decoder import Decoded
 from pipeline.decoding.steps import last_positions
+from pipeline.evaluation.answer_files import Line
 from pipeline.evaluation.prompts import Prompt
 from pipeline.targets.spec import TargetSpec
 

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 
 import torch
 
-from pipeline.artifacts.check_result import Line, TunedDrift
+from pipeline.artifacts.check_result import TunedDrift
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation, RowRejected
+from pipeline.evaluation.answer_files import Line
 from pipeline.evaluation.answers import log_probabilities, model_answer
 from pipeline.evaluation.prompts import Prompt, ask_questions, question_ids
 from pipeline.execution.progress import SILENT, ProgressReporter

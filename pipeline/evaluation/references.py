@@ -15,9 +15,9 @@ import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipeline.artifacts.check_result import Line
 from pipeline.conversations.file_rows import json_rows, open_seed_file
 from pipeline.conversations.forms import ID_KEYS
+from pipeline.evaluation.answer_files import Line
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -34,14 +34,10 @@ from pipeline.artifacts.tree_file import ChainLength
 from pipeline.config import LatencyLimits
 from pipeline.evaluation.answers import Comparison, compare, tie_tolerance, top_2_gap
 from pipeline.evaluation.prompts import CheckRequest
+from pipeline.evaluation.served_figures import load_rows_of_check, range_of, served_method
+from pipeline.evaluation.serving_choice import serving_choices
 from pipeline.evaluation.speed import check_rate, require_steps, with_new_answers
-from pipeline.evaluation.vllm_methods import (
-    HEADS,
-    PLAIN,
-    compared_configs,
-    heads_config,
-    served_method,
-)
+from pipeline.evaluation.vllm_methods import HEADS, compared_configs, heads_config
 from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.export.layout import Content, read_layout
 from pipeline.targets.loading import load_on_gpus
@@ -86,17 +82,21 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     require_steps(accepted)
     comparison_of = _comparer(request, plain)
     comparison = comparison_of(accelerated)
-    methods = [
-        served_method(PLAIN, None, prompts, plain, None),
-        served_method(HEADS, heads_config(request), prompts, accelerated, comparison.match),
-    ]
+    heads = served_method(HEADS, heads_config(request), prompts, accelerated, comparison.match)
+    methods = [heads]
+    loads = load_rows_of_check(heads, plain, accelerated)
     for (name, config), texts in zip(compared.items(), others, strict=True):
         match = None if texts.failed else comparison_of(texts).match
-        methods.append(served_method(name, config, prompts, texts, match))
+        method = served_method(name, config, prompts, texts, match)
+        methods.append(method)
+        if not texts.failed:
+            loads += load_rows_of_check(method, plain, texts)
     measured = check_rate(prompts, accepted)
     figures = VllmFigures(
         num_speculative_tokens=num_tokens,
         methods=methods,
+        loads=loads,
+        choices=serving_choices(loads),
         acceleration_rate=round(measured.rate, 4),
         standard_error=rounded(measured.standard_error),
         accepted_per_position=accepted_per_position(accepted, num_tokens),
@@ -230,8 +230,8 @@ def load_rows(
             LoadRow(
                 method=method,
                 requests=after.requests,
-                range=_range(after),
-                baseline_range=_range(before),
+                range=range_of(after.speeds),
+                baseline_range=range_of(before.speeds),
                 speedup=rounded(speed / plain_speed),
                 acceleration_rate=after.acceleration_rate,
                 tokens_per_second=rounded(speed),
@@ -245,14 +245,6 @@ def load_rows(
             )
         )
     return rows
-
-
-def _range(figures: LoadFigures) -> list[float] | None:
-    """Return the lowest and highest tokens per second of several passes; None for one pass."""
-    if len(figures.passes) < 2:
-        return None
-    slowest, fastest = max(figures.passes), min(figures.passes)
-    return [round(figures.num_tokens / slowest, 2), round(figures.num_tokens / fastest, 2)]
 
 
 def _percentiles(seconds: Sequence[float | None]) -> Percentiles:

@@ -11,21 +11,17 @@ Every method writes the target's greedy text. A method that fails is left out wi
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+import importlib.util
+import os
 
-from pipeline.artifacts.check_result import GreedyMatch, ServedMethod, Throughput
-from pipeline.artifacts.json_form import rounded
-from pipeline.evaluation.prompts import CheckRequest, Prompt
-from pipeline.evaluation.speed import check_rate
+from pipeline.config import CheckConfig
+from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.evaluation.prompts import CheckRequest
 from pipeline.export.layout import Content, read_layout
-from pipeline.targets.vllm_decode import VLLMTexts
 
 DRAFTED = 4  # tokens per step of a method without heads
 LONGEST_NGRAM = 3
 LONGEST_SUFFIX_DRAFT = 32
-PLAIN = "plain"
 HEADS = "heads"
 
 
@@ -67,69 +63,27 @@ def compared_configs(request: CheckRequest) -> dict[str, Content]:
     return found
 
 
-def served_method(
-    name: str,
-    config: Mapping[str, Any] | None,
-    prompts: Sequence[Prompt],
-    texts: VLLMTexts,
-    match: GreedyMatch | None,
-) -> ServedMethod:
-    """Return what a method accepts and how fast it is.
+def require_methods(settings: CheckConfig, max_draft_tokens: int) -> None:
+    """Check that vLLM can draft by the methods that the check compares with.
 
-    Args:
-        name: The method's name.
-        config: Its speculative configuration; None for plain decoding.
-        prompts: The prompts that were decoded.
-        texts: What vLLM decoded.
-        match: The comparison with plain decoding's text; None for plain decoding.
+    Raises:
+        ConfigError: The heads propose fewer tokens than `check.draft_tokens` asks for.
+        EnvironmentFault: The package of `suffix` is not installed. With RAY_ADDRESS set this is
+            not checked.
     """
-    if texts.failed:
-        return ServedMethod(name=name, failed=texts.failed)
-    throughput = [_throughput(1, texts.num_tokens_in_turn, texts.seconds_in_turn)]
-    if len(prompts) > 1:
-        throughput.append(_throughput(len(prompts), texts.num_tokens, texts.seconds))
-    if config is None:
-        return ServedMethod(name=name, throughput=throughput)
-    measured = check_rate(prompts, texts.accepted)
-    return ServedMethod(
-        name=name,
-        draft_tokens=config["num_speculative_tokens"],
-        speculative_config=dict(config),
-        acceleration_rate=rounded(measured.rate),
-        standard_error=rounded(measured.standard_error),
-        greedy_match=match,
-        categories=_rates_by_category(prompts, texts.accepted),
-        throughput=throughput,
-    )
-
-
-def _throughput(requests: int, num_tokens: int, seconds: Sequence[float]) -> Throughput:
-    """Return tokens per second with so many requests at once, given each repeat's seconds."""
-    lowest = None
-    highest = None
-    if len(seconds) > 1:
-        lowest = round(num_tokens / max(seconds), 2)
-        highest = round(num_tokens / min(seconds), 2)
-    return Throughput(
-        requests=requests,
-        tokens_per_second=round(num_tokens / statistics.median(seconds), 2),
-        lowest=lowest,
-        highest=highest,
-    )
-
-
-def _rates_by_category(
-    prompts: Sequence[Prompt], accepted: Sequence[Sequence[int]]
-) -> dict[str, float] | None:
-    """Compute the acceleration rate of each category of prompts; None for fewer than two."""
-    places: dict[str, list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        if prompt.category and accepted[place]:
-            places.setdefault(prompt.category, []).append(place)
-    if len(places) < 2:
-        return None
-    rates = {}
-    for category, chosen in places.items():
-        found = check_rate([prompts[at] for at in chosen], [accepted[at] for at in chosen])
-        rates[category] = round(found.rate, 4)
-    return rates
+    if "vllm" not in settings.engines:
+        return
+    longest = max(settings.draft_tokens, default=0)
+    if longest > max_draft_tokens:
+        raise ConfigError(
+            f"These heads propose {max_draft_tokens} tokens in a row, and {longest} are asked for.",
+            "check.draft_tokens",
+            "Lower it or raise train.num_heads.",
+        )
+    is_missing = importlib.util.find_spec("arctic_inference") is None
+    if "suffix" in settings.engine_baselines and is_missing and not os.environ.get("RAY_ADDRESS"):
+        raise EnvironmentFault(
+            "arctic-inference is not installed here, and vLLM needs it to draft by suffixes.",
+            "check.engine_baselines",
+            "Install it (`pip install arctic-inference`, which builds it), or leave out suffix.",
+        )

@@ -274,7 +274,8 @@ def _load_study(report: Report) -> Table:
     if report.vllm:
         memory_bound = report.vllm.memory_bound_tokens
         for method in report.vllm.methods or []:
-            draft_tokens[method.name] = method.draft_tokens or 0
+            config = method.speculative_config or {}
+            draft_tokens[method.name] = config.get("num_speculative_tokens", 0)
     if memory_bound is not None:
         table.note += (
             " By arithmetic, a step of this target on this GPU is bound by memory up to"

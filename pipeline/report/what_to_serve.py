@@ -1,19 +1,14 @@
-"""Choice of what to serve: vLLM's decoding methods at each measured load, and the fastest.
-
-The loads are those of the study `load` if it was made, else those of the check: one prompt after
-another, and all at once. A method's speed counts as far as its requests are within `check.slo`.
-"""
+"""The report's first table: what to serve in vLLM at each measured load."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
-from pipeline.artifacts.check_result import LoadRow, ServedMethod, Throughput
-from pipeline.formatting import UNKNOWN, count, percent, rate, ratio, times
+from pipeline.artifacts.check_result import LoadRow, ServingChoice
+from pipeline.formatting import count, percent, rate, ratio, times
 from pipeline.report.facts import greedy_matches
 from pipeline.report.report import Report
 from pipeline.report.text_table import Table
@@ -21,83 +16,62 @@ from pipeline.report.text_table import Table
 PLAIN, HEADS = "plain", "heads"
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The fastest method at one load, and the second; speeds of them and of plain decoding."""
-
-    requests: int
-    method: str
-    speed: Throughput
-    plain: Throughput
-    next_method: str
-    next_speed: Throughput
-
-    @property
-    def margin(self) -> float:
-        """The share by which the method is faster than the second."""
-        return _useful(self.speed) / _useful(self.next_speed) - 1
-
-    @property
-    def is_beyond_scatter(self) -> bool | None:
-        """Whether all repeats are faster than those of the second; None with one repeat."""
-        if self.speed.lowest is None or self.next_speed.highest is None:
-            return None
-        return self.speed.lowest > self.next_speed.highest
-
-
 def what_to_serve_table(report: Report) -> Table:
     """Build the report's table of vLLM's methods by load, the fastest marked at each."""
-    speeds = _speeds(report)
-    loads = [each.requests for each in speeds.get(PLAIN, [])]
-    table = Table("What to serve", ["method in vLLM", "drafts", "per step", "identical"])
-    table.columns += [f"tokens/s, {count(load)} at once" for load in loads]
-    best = {choice.requests: choice.method for choice in serving_choices(report)}
-    for method in _methods(report):
-        if method.name not in speeds:
-            continue
-        cells = [count(method.draft_tokens), ratio(method.acceleration_rate)]
-        cells.append(greedy_matches(method.greedy_match) if method.greedy_match else UNKNOWN)
-        for speed in speeds[method.name]:
-            cell = rate(speed.tokens_per_second)
-            if speed.within_slo is not None:
-                cell += f" ({percent(speed.within_slo)} in time)"
-            if best.get(speed.requests) == method.name:
-                cell += " best"
-            cells.append(cell)
-        table.add(method.name, *cells)
+    table = Table("What to serve", ["method in vLLM", "per step", "identical"])
+    vllm = report.vllm
+    if vllm is None:
+        return table
+    by_method: dict[str, list[LoadRow]] = {}
+    for row in report.studies.load or vllm.loads or []:
+        by_method.setdefault(row.method, []).append(row)
+    best = {choice.requests: choice.method for choice in vllm.choices or []}
+    for row in by_method.get(HEADS, []):
+        table.columns.append(f"tokens/s, {count(row.requests)} at once")
+    if HEADS in by_method:
+        cells = [ratio(1.0), "-"]
+        for row in by_method[HEADS]:
+            speed = _speed(row.baseline_tokens_per_second, row.baseline_within_slo)
+            cells.append(_marked(speed, best.get(row.requests) == PLAIN))
+        table.add(PLAIN, *cells)
     table.note = " ".join(serving_advice(report))
-    for method in _methods(report):
+    for method in vllm.methods or []:
         if method.failed:
             table.note += f" {method.name} failed: {method.failed}."
+        if method.name not in by_method:
+            continue
+        cells = [ratio(method.acceleration_rate), greedy_matches(method.greedy_match)]
+        for row in by_method[method.name]:
+            speed = _speed(row.tokens_per_second, row.within_slo)
+            cells.append(_marked(speed, best.get(row.requests) == method.name))
+        table.add(method.name, *cells)
     return table
 
 
-def serving_choices(report: Report) -> list[Choice]:
-    """Return the fastest method at each load; empty if fewer than two methods were measured."""
-    speeds = _speeds(report)
-    found: list[Choice] = []
-    if len(speeds) < 2:
-        return found
-    for place, plain in enumerate(speeds[PLAIN]):
-        ranked = sorted(speeds, key=lambda name: -_useful(speeds[name][place]))
-        first, second = ranked[:2]
-        speed, next_speed = speeds[first][place], speeds[second][place]
-        found.append(Choice(plain.requests, first, speed, plain, second, next_speed))
-    return found
+def _speed(tokens_per_second: float | None, within_slo: float | None) -> str:
+    """Format a speed, with the share of requests within `check.slo` where there are limits."""
+    speed = rate(tokens_per_second)
+    return speed if within_slo is None else f"{speed} ({percent(within_slo)} in time)"
+
+
+def _marked(speed: str, is_best: bool) -> str:
+    """Return a speed, marked if it is the best of its load."""
+    return f"{speed} best" if is_best else speed
 
 
 def serving_advice(report: Report) -> list[str]:
     """Say in a sentence for each range of loads what to serve, and the command for it."""
-    methods = {method.name: method for method in _methods(report)}
-    sentences = []
-    for name, group in groupby(serving_choices(report), key=lambda choice: choice.method):
+    sentences: list[str] = []
+    if report.vllm is None:
+        return sentences
+    for method, group in groupby(report.vllm.choices or [], key=lambda choice: choice.method):
         choices = list(group)
-        sentences.append(f"{_loads(choices)}: {_verdict(name, choices)}.")
-        sentences.append(f"Command: {_command(methods[name], report.target or 'TARGET')}")
+        sentences.append(f"{_loads(choices)}: {_verdict(method, choices)}.")
+        sentences.append(f"Command: {_command(method, report)}")
     return sentences
 
 
-def _loads(choices: Sequence[Choice]) -> str:
+def _loads(choices: Sequence[ServingChoice]) -> str:
     """Name a range of loads: `1 request at once`, `4 to 64 requests at once`."""
     first, last = choices[0].requests, choices[-1].requests
     if first != last:
@@ -105,12 +79,15 @@ def _loads(choices: Sequence[Choice]) -> str:
     return f"{first:,} request at once" if first == 1 else f"{first:,} requests at once"
 
 
-def _verdict(name: str, choices: Sequence[Choice]) -> str:
+def _verdict(method: str, choices: Sequence[ServingChoice]) -> str:
     """Say what to serve at these loads, by how much it is faster, and whether that is certain."""
-    closest = min(choices, key=lambda choice: choice.margin)
-    lead = f"{closest.margin:.0%} faster than {closest.next_method}"
-    if len(choices) > 1:
-        lead = f"at least {lead}"
+    margins = {choice.margin: choice.second for choice in choices if choice.margin is not None}
+    lead = "alone in time"
+    if margins:
+        least = min(margins)
+        lead = f"{least:.0%} faster than {margins[least]}"
+        if len(choices) > 1:
+            lead = f"at least {lead}"
     certain = [choice.is_beyond_scatter for choice in choices]
     if None in certain:
         lead += " (one repeat: its scatter is unknown)"
@@ -118,72 +95,25 @@ def _verdict(name: str, choices: Sequence[Choice]) -> str:
         lead += " (more than repeats scatter)"
     else:
         lead += " (no more than repeats scatter)"
-    if name == PLAIN:
+    if method == PLAIN:
         return f"serve none, plain vLLM is {lead}"
-    gains = [_useful(choice.speed) / _useful(choice.plain) for choice in choices]
+    gains = [choice.speedup for choice in choices]
     gain = times(min(gains))
     if times(max(gains)) != gain:
         gain += f" to {times(max(gains))}"
-    return f"serve {name}, {gain} plain vLLM and {lead}"
+    return f"serve {method}, {gain} plain vLLM and {lead}"
 
 
-def _command(method: ServedMethod, target: str) -> str:
+def _command(name: str, report: Report) -> str:
     """Return the command that serves a method."""
-    if method.name == HEADS:
+    if name == HEADS:
         return "medusa-distill serve RUN_DIR"
-    if method.name.startswith(HEADS):
-        return f"medusa-distill run CONFIG calibrate.draft_tokens={method.draft_tokens}"
-    words = ["vllm", "serve", target]
-    if method.speculative_config is not None:
-        words += ["--speculative-config", json.dumps(method.speculative_config)]
+    words = ["vllm", "serve", report.target or "TARGET"]
+    assert report.vllm is not None
+    for method in report.vllm.methods or []:
+        if method.name == name and method.speculative_config:
+            if name.startswith(HEADS):
+                number = method.speculative_config["num_speculative_tokens"]
+                return f"medusa-distill run CONFIG calibrate.draft_tokens={number}"
+            words += ["--speculative-config", json.dumps(method.speculative_config)]
     return shlex.join(words)
-
-
-def _methods(report: Report) -> list[ServedMethod]:
-    """Return vLLM's measured methods, plain decoding first."""
-    if report.vllm is None:
-        return []
-    return report.vllm.methods or []
-
-
-def _speeds(report: Report) -> dict[str, list[Throughput]]:
-    """Return each method's speed by load, plain decoding first; every method has all loads."""
-    rows = report.studies.load
-    if not rows:
-        return {method.name: method.throughput for method in _methods(report) if method.throughput}
-    found: dict[str, list[Throughput]] = {PLAIN: []}
-    for row in rows:
-        if row.method == rows[0].method:
-            found[PLAIN].append(_plain_speed(row))
-        found.setdefault(row.method, []).append(_speed(row))
-    return found
-
-
-def _speed(row: LoadRow) -> Throughput:
-    """Return a method's speed at one load of the study."""
-    lowest, highest = row.range or (None, None)
-    return Throughput(
-        requests=row.requests,
-        tokens_per_second=row.tokens_per_second or 0,
-        lowest=lowest,
-        highest=highest,
-        within_slo=row.within_slo,
-    )
-
-
-def _plain_speed(row: LoadRow) -> Throughput:
-    """Return plain decoding's speed at one load of the study."""
-    lowest, highest = row.baseline_range or (None, None)
-    return Throughput(
-        requests=row.requests,
-        tokens_per_second=row.baseline_tokens_per_second or 0,
-        lowest=lowest,
-        highest=highest,
-        within_slo=row.baseline_within_slo,
-    )
-
-
-def _useful(speed: Throughput) -> float:
-    """Return the tokens per second of requests within `check.slo`; all without limits."""
-    share = 1 if speed.within_slo is None else speed.within_slo
-    return speed.tokens_per_second * share

@@ -13,6 +13,7 @@ from pathlib import Path
 from pipeline.conversations.sources import source_readers
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.evaluation.prompts import with_room
+from pipeline.evaluation.vllm_methods import require_methods
 from pipeline.execution.machine import SUBMITTED_JOB, unusable_driver
 from pipeline.export.layout import check_formats
 from pipeline.run.resolved import ASSISTANT, ENGINE_SECTIONS, SERVED, TARGET, ResolvedRun
@@ -74,7 +75,8 @@ def check_heads(run: ResolvedRun) -> None:
 def check_tree(run: ResolvedRun) -> None:
     """Raise ConfigError if the heads cannot propose the tree or the chain of draft tokens.
 
-    It is raised too if the tree is invalid or its file cannot be read.
+    It is raised too if the tree is invalid or its file cannot be read. Of the drafts that the check
+    compares with, raise what `require_methods` raises.
     """
     settings = run.config.calibrate
     most_by_key = {"depth": run.shape.max_depth, "draft_tokens": run.max_draft_tokens}
@@ -87,6 +89,7 @@ def check_tree(run: ResolvedRun) -> None:
                 "Lower it or raise train.num_heads.",
             )
     _ = run.dynamic_tree, run.choices  # which raise
+    require_methods(run.config.check, run.max_draft_tokens)
 
 
 def check_quantization(run: ResolvedRun) -> None:
@@ -185,16 +188,25 @@ def check_target(run: ResolvedRun) -> None:
 
 
 def check_served_copy(run: ResolvedRun) -> None:
-    """Raise ConfigError if the served copy's vocabulary or hidden size is not the target's."""
-    if SERVED not in run.models or TARGET not in run.models:
+    """Raise ConfigError if the served copy or the assistant does not fit the target.
+
+    The vocabulary must be the target's, and of the copy also the hidden size.
+    """
+    if TARGET not in run.models:
         return
-    copy, target = run.model(SERVED).config.get_text_config(), run.target_config.get_text_config()
-    if (copy.vocab_size, copy.hidden_size) != (target.vocab_size, target.hidden_size):
-        raise ConfigError(
-            "The copy has another vocabulary or hidden size than the target.",
-            f"{SERVED} = {run.config.check.served_model}",
-            "Name a copy of the target, such as a quantized one.",
-        )
+    target = run.target_config.get_text_config()
+    for key in (SERVED, ASSISTANT):
+        if key not in run.models:
+            continue
+        found = run.model(key).config.get_text_config()
+        is_other = key == SERVED and found.hidden_size != target.hidden_size
+        if is_other or found.vocab_size != target.vocab_size:
+            raise ConfigError(
+                "It has another vocabulary or hidden size than the target.",
+                key,
+                "As served model name a copy of the target, such as a quantized one; as assistant a"
+                " smaller model with its vocabulary.",
+            )
 
 
 def check_readers(run: ResolvedRun) -> None:
@@ -219,45 +231,6 @@ def check_readers(run: ResolvedRun) -> None:
         copy = run.served_copies.get(engine)
         if copy is not None:
             require_readable(copy, engine, on_gpu=on_gpu, where=SERVED)
-
-
-def check_engine_baselines(run: ResolvedRun) -> None:
-    """Check that vLLM can draft by the methods that the heads are compared with.
-
-    Raises:
-        ConfigError: The heads propose fewer tokens than `check.draft_tokens` asks for, or the
-            assistant's vocabulary is not the target's.
-        EnvironmentFault: The package of `suffix` is not installed. With RAY_ADDRESS set this is
-            not checked.
-    """
-    settings = run.config.check
-    if ASSISTANT in run.models and TARGET in run.models:
-        sizes = []
-        for name in (ASSISTANT, TARGET):
-            sizes.append(run.model(name).config.get_text_config().vocab_size)
-        if sizes[0] != sizes[1]:
-            raise ConfigError(
-                f"The assistant has a vocabulary of {sizes[0]} tokens, the target of {sizes[1]}.",
-                f"{ASSISTANT} = {settings.assistant_model}",
-                "Name a model with the target's vocabulary.",
-            )
-    if "vllm" not in settings.engines:
-        return
-    most = run.max_draft_tokens
-    longest = max(settings.draft_tokens, default=0)
-    if longest > most:
-        raise ConfigError(
-            f"These heads propose {most} tokens in a row, and {longest} are asked for.",
-            "check.draft_tokens",
-            "Lower it or raise train.num_heads.",
-        )
-    is_missing = importlib.util.find_spec("arctic_inference") is None
-    if "suffix" in settings.engine_baselines and is_missing and not os.environ.get("RAY_ADDRESS"):
-        raise EnvironmentFault(
-            "arctic-inference is not installed here, and vLLM needs it to draft by suffixes.",
-            "check.engine_baselines",
-            "Install it (`pip install arctic-inference`, which builds it), or leave out suffix.",
-        )
 
 
 def check_driver(run: ResolvedRun) -> None:
@@ -393,7 +366,6 @@ CHECKS = (
     check_models,
     check_target,
     check_served_copy,
-    check_engine_baselines,
     check_driver,
     check_readers,
     check_method,

@@ -30,9 +30,6 @@ from pipeline.artifacts.check_result import (
     Studies,
     TunedDrift,
     VllmFigures,
-    read_answers,
-    write_answers,
-    write_model_answers,
 )
 from pipeline.artifacts.generated_rows import TokenRow, num_contaminated, read_token_rows
 from pipeline.artifacts.json_form import from_json, to_json
@@ -43,6 +40,7 @@ from pipeline.config.load import validate
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import read_questions
+from pipeline.evaluation.answer_files import read_answers, write_answers, write_model_answers
 from pipeline.evaluation.batch_limits import gpu_figures, memory_bound_tokens
 from pipeline.evaluation.measuring import AnswerLines, check_with_engine, join_engines
 from pipeline.evaluation.original import compare_with_original
@@ -57,6 +55,7 @@ from pipeline.evaluation.prompts import (
 )
 from pipeline.evaluation.references import exact_match, read_references
 from pipeline.evaluation.served import load_study, with_expectations
+from pipeline.evaluation.serving_choice import serving_choices
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
@@ -182,7 +181,12 @@ class CheckEngines:
         if "load" in request.settings.studies:
             load = self.call(load_study, "vllm", request=request)
             tokens = self.memory_bound_tokens(result)
-            figures = replace(figures, studies=Studies(load=load), memory_bound_tokens=tokens)
+            figures = replace(
+                figures,
+                studies=Studies(load=load),
+                choices=serving_choices(load),
+                memory_bound_tokens=tokens,
+            )
         return figures
 
     def memory_bound_tokens(self, result: CheckResult) -> int | None:

@@ -59,19 +59,19 @@ class VLLMTexts:
     failed: str = ""
 
     @property
-    def num_tokens(self) -> int:
-        """The number of generated tokens of all prompts."""
-        return sum(map(len, self.token_ids))
-
-    @property
-    def num_tokens_in_turn(self) -> int:
-        """The number of generated tokens of the first `NUM_IN_TURN` prompts."""
-        return sum(map(len, self.token_ids[:NUM_IN_TURN]))
-
-    @property
     def tokens_per_second(self) -> float:
         """Generated tokens per second with all prompts at once, the median of the repeats."""
-        return self.num_tokens / statistics.median(self.seconds)
+        return statistics.median(self.at_once())
+
+    def at_once(self) -> list[float]:
+        """Return the tokens per second of each repeat with all prompts at once."""
+        num_tokens = sum(map(len, self.token_ids))
+        return [num_tokens / seconds for seconds in self.seconds]
+
+    def in_turn(self) -> list[float]:
+        """Return the tokens per second of each repeat with one prompt after another."""
+        num_tokens = sum(map(len, self.token_ids[:NUM_IN_TURN]))
+        return [num_tokens / seconds for seconds in self.seconds_in_turn]
 
 
 @dataclass(frozen=True)

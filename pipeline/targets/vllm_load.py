@@ -55,7 +55,7 @@ class LoadFigures:
         ttft: The seconds to the first token of each request.
         tpot: The seconds per further token of each request; None for an answer of one token.
         acceleration_rate: Tokens per step after the prefill; None if the server does not draft.
-        passes: The duration of each pass at this level.
+        speeds: The tokens per second of each pass at this level.
     """
 
     requests: int
@@ -64,7 +64,7 @@ class LoadFigures:
     ttft: Sequence[float]
     tpot: Sequence[float | None]
     acceleration_rate: float | None
-    passes: Sequence[float] = ()
+    speeds: Sequence[float] = ()
 
 
 def serve_under_load(
@@ -115,7 +115,8 @@ def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
     for of_level in passes.values():
         by_length = sorted(of_level, key=lambda figures: figures.seconds)
         median = by_length[(len(by_length) - 1) // 2]
-        rows.append(replace(median, passes=[figures.seconds for figures in by_length]))
+        speeds = [figures.num_tokens / figures.seconds for figures in by_length]
+        rows.append(replace(median, speeds=speeds))
     return rows
 
 

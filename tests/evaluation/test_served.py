@@ -71,10 +71,14 @@ def test_equal_sequences_load_no_target(check, monkeypatch):
     assert found.accepted_per_position == [0.5, 0.25, 0.0]
     assert (found.tokens_per_second, found.baseline_tokens_per_second) == (30.0, 20.0)
     assert found.speedup == 1.5 and found.greedy_match == GreedyMatch(2, 2, 0)
-    plain, heads, ngram = found.methods
-    assert [each.tokens_per_second for each in plain.throughput] == [10.0, 20.0]
-    assert (heads.draft_tokens, heads.acceleration_rate) == (3, 1.75)
-    assert heads.greedy_match == found.greedy_match
+    heads, ngram = found.methods
+    assert (heads.acceleration_rate, heads.greedy_match) == (1.75, found.greedy_match)
+    assert heads.speculative_config == CHAIN
+    assert [(row.method, row.requests, row.tokens_per_second) for row in found.loads] == [
+        ("heads", 1, 15.0),
+        ("heads", 2, 30.0),
+    ]
+    assert [choice.method for choice in found.choices] == ["heads", "heads"]
     assert ngram == ServedMethod(name="ngram", failed="no n-grams")
 
 
@@ -166,6 +170,6 @@ def test_all_servers_are_asked_alike(tiny_target, monkeypatch):
 
 
 def test_a_row_has_the_range_of_several_passes():
-    passes = replace(measured(num_tokens=100), passes=[1.0, 2.0, 4.0])
+    passes = replace(measured(num_tokens=100), speeds=[100.0, 50.0, 25.0])
     (row,) = load_rows([measured()], [passes], LatencyLimits(), "ngram")
     assert (row.method, row.range, row.baseline_range) == ("ngram", [25.0, 100.0], None)

@@ -116,12 +116,9 @@ def test_markdown_has_the_numbers_of_the_report(report, extras):
 
 def test_loads_bound_by_computation_are_marked(report, extras):
     """Five drafts each: 50 requests verify 300 tokens and 51 verify 306; two drafts: 153."""
-    speed = {"requests": 50, "tokens_per_second": 9.0}
-    drafts = {"plain": None, "heads": 5, "heads, 2": 2}
-    methods = [
-        {"name": name, "draft_tokens": number, "throughput": [speed]}
-        for name, number in drafts.items()
-    ]
+    methods = []
+    for name, number in {"heads": 5, "heads, 2": 2}.items():
+        methods.append({"name": name, "speculative_config": {"num_speculative_tokens": number}})
     rows = [
         {"method": method, "requests": requests, **RATES}
         for method in ("heads", "heads, 2")

@@ -1,108 +1,102 @@
-"""The choice of what to serve: the fastest method at each load, its margin, and its command."""
+"""The table and sentences of what to serve, with the command for it."""
 
 from __future__ import annotations
-
-import pytest
 
 from pipeline.artifacts.check_result import (
     CheckFigures,
     GreedyMatch,
     LoadRow,
     ServedMethod,
-    Studies,
-    Throughput,
+    ServingChoice,
     VllmFigures,
 )
 from pipeline.report.report import Report
-from pipeline.report.what_to_serve import serving_advice, serving_choices, what_to_serve_table
+from pipeline.report.what_to_serve import serving_advice, what_to_serve_table
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+FIVE = {"method": "eagle", "num_speculative_tokens": 5}
 
 
-def at(requests: int, speed: float, low: float | None = None, high: float | None = None):
-    return Throughput(requests=requests, tokens_per_second=speed, lowest=low, highest=high)
+def choice(requests: int, method: str, speedup: float, second: str, margin: float, beyond=None):
+    return ServingChoice(
+        requests=requests,
+        method=method,
+        speedup=speedup,
+        second=second,
+        margin=margin,
+        is_beyond_scatter=beyond,
+    )
 
 
-def report_of(*methods: ServedMethod, load: list[LoadRow] | None = None) -> Report:
+def report_of(*choices: ServingChoice, failed: str | None = None) -> Report:
+    match = GreedyMatch(2, 2, 0)
+    methods = [
+        ServedMethod(name="heads", acceleration_rate=2.0, greedy_match=match),
+        ServedMethod(name="heads, 5", speculative_config=FIVE, greedy_match=match),
+        ServedMethod(name="ngram", speculative_config=NGRAM, greedy_match=match),
+        ServedMethod(name="suffix", failed=failed),
+    ]
+    loads = []
+    for name in ("heads", "heads, 5", "ngram"):
+        for requests in (1, 32):
+            loads.append(
+                LoadRow(
+                    method=name,
+                    requests=requests,
+                    tokens_per_second=150.0 * requests,
+                    baseline_tokens_per_second=100.0 * requests,
+                )
+            )
     vllm = VllmFigures(
         acceleration_rate=2.0,
-        greedy_match=GreedyMatch(2, 2, 0),
-        methods=list(methods),
-        studies=Studies(load=load),
+        greedy_match=match,
+        methods=methods,
+        loads=loads,
+        choices=list(choices),
     )
     return Report(target="my/model", check=CheckFigures(vllm=vllm, passed=True, failures=[]))
 
 
-def three(plain, heads, ngram, **more) -> Report:
-    return report_of(
-        ServedMethod(name="plain", throughput=plain),
-        ServedMethod(name="heads", draft_tokens=5, throughput=heads),
-        ServedMethod(name="ngram", draft_tokens=4, speculative_config=NGRAM, throughput=ngram),
-        **more,
+def test_each_load_has_its_verdict_and_command():
+    one = choice(1, "heads", 1.63, "ngram", 0.358, True)
+    many = choice(32, "plain", 1.0, "ngram", 0.02, False)
+    first, command, second, plain = serving_advice(report_of(one, many))
+    assert first == (
+        "1 request at once: serve heads, 1.63x plain vLLM and 36% faster than ngram (more than"
+        " repeats scatter)."
     )
-
-
-def test_the_fastest_method_is_named_at_each_load():
-    report = three(
-        [at(1, 100, 90, 110), at(32, 1000, 950, 1050)],
-        [at(1, 163, 160, 170), at(32, 900, 880, 950)],
-        [at(1, 120, 110, 130), at(32, 980, 970, 990)],
-    )
-    one, many = serving_choices(report)
-    assert (one.method, one.next_method, one.is_beyond_scatter) == ("heads", "ngram", True)
-    assert one.margin == pytest.approx(163 / 120 - 1)
-    assert (many.method, many.next_method, many.is_beyond_scatter) == ("plain", "ngram", False)
-    first, command, second, plain = serving_advice(report)
-    assert first.startswith("1 request at once: serve heads, 1.63x plain vLLM and 36% faster")
-    assert "more than repeats scatter" in first and "no more than" not in first
     assert command == "Command: medusa-distill serve RUN_DIR"
-    assert second.startswith("32 requests at once: serve none, plain vLLM is 2% faster than ngram")
-    assert "no more than repeats scatter" in second and plain == "Command: vllm serve my/model"
-    rows = {row[0]: row[1:] for row in what_to_serve_table(report).rows}
-    assert rows["heads"][-2].endswith("best") and rows["plain"][-1].endswith("best")
-    assert sum(cell.endswith("best") for row in rows.values() for cell in row) == 2
+    assert second == (
+        "32 requests at once: serve none, plain vLLM is 2% faster than ngram (no more than repeats"
+        " scatter)."
+    )
+    assert plain == "Command: vllm serve my/model"
 
 
 def test_loads_with_the_same_answer_are_one_sentence():
-    loads = (1, 4)
-    report = three(
-        [at(load, 100) for load in loads],
-        [at(load, 90) for load in loads],
-        [at(load, 110 * load) for load in loads],
+    found = report_of(choice(1, "ngram", 1.1, "plain", 0.1), choice(4, "ngram", 4.4, "heads", 0.3))
+    sentence, command = serving_advice(found)
+    assert sentence == (
+        "1 to 4 requests at once: serve ngram, 1.10x to 4.40x plain vLLM and at least 10% faster"
+        " than plain (one repeat: its scatter is unknown)."
     )
-    sentence, command = serving_advice(report)
-    assert sentence.startswith("1 to 4 requests at once: serve ngram, 1.10x to 4.40x plain vLLM")
-    assert "at least 10% faster than plain" in sentence and "scatter is unknown" in sentence
     assert command.startswith('Command: vllm serve my/model --speculative-config \'{"method"')
 
 
-def test_requests_out_of_time_do_not_count():
-    """The heads are faster at both loads, and late in half of the requests at the second."""
-    rows = []
-    for requests, share in ((1, 1.0), (2, 0.5)):
-        rows.append(
-            LoadRow(
-                requests=requests,
-                tokens_per_second=150.0,
-                within_slo=share,
-                baseline_tokens_per_second=100.0,
-                baseline_within_slo=1.0,
-                range=[140.0, 160.0],
-                baseline_range=[90.0, 110.0],
-            )
-        )
-    report = three([at(1, 1)], [at(1, 2)], [at(1, 3)], load=rows)
-    first, second = serving_choices(report)
-    assert (first.method, first.is_beyond_scatter) == ("heads", True)
-    assert (second.method, second.next_method) == ("plain", "heads")
-    assert second.margin == pytest.approx(100 / 75 - 1)
-    table = what_to_serve_table(report)
-    assert [row[0] for row in table.rows] == ["plain", "heads"], "ngram was not under load"
+def test_other_numbers_of_draft_tokens_become_the_export_s():
+    _, command = serving_advice(report_of(choice(1, "heads, 5", 2.0, "heads", 0.1)))
+    assert command == "Command: medusa-distill run CONFIG calibrate.draft_tokens=5"
 
 
-def test_a_failed_method_is_named_with_its_reason():
-    failed = ServedMethod(name="suffix", failed="no arctic")
-    report = report_of(ServedMethod(name="plain", throughput=[at(1, 5)]), failed)
-    assert serving_choices(report) == [] and serving_advice(report) == []
-    assert "suffix failed: no arctic." in what_to_serve_table(report).note
+def test_the_fastest_of_each_load_is_marked():
+    found = report_of(
+        choice(1, "heads", 1.5, "ngram", 0.1), choice(32, "plain", 1, "heads", 0.1), failed="broken"
+    )
+    table = what_to_serve_table(found)
+    rows = {row[0]: row for row in table.rows}
+    assert list(rows) == ["plain", "heads", "heads, 5", "ngram"]
+    assert [cell.endswith("best") for cell in rows["plain"][3:]] == [False, True]
+    assert [cell.endswith("best") for cell in rows["heads"][3:]] == [True, False]
+    assert not any("best" in cell for cell in rows["ngram"])
+    assert "suffix failed: broken." in table.note
     assert what_to_serve_table(Report()).rows == []

@@ -107,7 +107,7 @@ def test_an_assistant_has_the_target_s_vocabulary(make_config, tmp_path, tiny_ta
     check_plan(resolved(make_config(tmp_path, **changes)))
     fewer = config["vocab_size"] - 1
     (smaller / "config.json").write_text(json.dumps({**config, "vocab_size": fewer}))
-    with pytest.raises(ConfigError, match=f"vocabulary of {fewer} tokens"):
+    with pytest.raises(ConfigError, match=r"another vocabulary.*assistant_model"):
         check_plan(resolved(make_config(tmp_path, **changes)))
 
 

@@ -202,7 +202,7 @@ def test_vllm_takes_the_steps_that_a_text_takes_natively(
     answers = [counted(ids) for ids in prompts]
     assert list(map(len, answers)) == [33, 33, 33, 33, 14, 4, 1]
     assert plain.token_ids == found.token_ids == answers
-    assert len(plain.seconds_in_turn) == 1 and plain.num_tokens_in_turn == 3 * 33 + 33 + 14 + 4 + 1
+    assert len(plain.in_turn()) == len(plain.at_once()) == 1
     assert plain.accepted == [[1] * (len(answer) - 1) for answer in answers]
     pairs = zip(prompts, answers, strict=True)
     natively = [chain_through(counting_target, heads, num_tokens, *pair) for pair in pairs]

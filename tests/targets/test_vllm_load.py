@@ -15,7 +15,7 @@ def test_loads_take_turns_and_the_median_pass_counts(random_target, monkeypatch)
     async def benchmark(address, requests, level, eos):
         asked.append((level, len(requests)))
         turn = (len(asked) - 1) // 2
-        return LoadFigures(level, (2.0, 90.0, 2.0 + level)[turn], 0, [], [], None)
+        return LoadFigures(level, (2.0, 90.0, 2.0 + level)[turn], 9, [], [], None)
 
     monkeypatch.setattr(vllm_load, "import_vllm", lambda: None)
     monkeypatch.setattr(vllm_load, "server_of", lambda *_: contextlib.nullcontext(""))
@@ -24,4 +24,5 @@ def test_loads_take_turns_and_the_median_pass_counts(random_target, monkeypatch)
     rows = vllm_load.measure_server(task, lambda **progress: reports.append(progress))
     assert asked == [(1, 2), (4, 8)] * 3
     assert [(row.requests, row.seconds) for row in rows] == [(1, 3.0), (4, 6.0)]
+    assert rows[0].speeds == [9 / 2, 9 / 3, 9 / 90]
     assert [each["done"] for each in reports[1:]] == [0, 1, 2, 3, 4, 5]

@@ -1,0 +1,91 @@
+"""Figures of decoding methods in vLLM: what each accepts, and its speed at two loads."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.artifacts.check_result import GreedyMatch, LoadRow, ServedMethod
+from pipeline.artifacts.json_form import rounded
+from pipeline.evaluation.prompts import Prompt
+from pipeline.evaluation.speed import check_rate
+from pipeline.targets.vllm_decode import VLLMTexts
+
+
+def served_method(
+    name: str,
+    config: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    texts: VLLMTexts,
+    match: GreedyMatch | None,
+) -> ServedMethod:
+    """Return what a method accepts, or why it failed.
+
+    Args:
+        name: The method's name.
+        config: Its speculative configuration.
+        prompts: The prompts that were decoded.
+        texts: What vLLM decoded.
+        match: The comparison with plain decoding's text; None for a method that failed.
+    """
+    if texts.failed:
+        return ServedMethod(name=name, failed=texts.failed)
+    measured = check_rate(prompts, texts.accepted)
+    return ServedMethod(
+        name=name,
+        speculative_config=dict(config),
+        acceleration_rate=rounded(measured.rate),
+        standard_error=rounded(measured.standard_error),
+        greedy_match=match,
+        categories=_rates_by_category(prompts, texts.accepted),
+    )
+
+
+def load_rows_of_check(method: ServedMethod, plain: VLLMTexts, texts: VLLMTexts) -> list[LoadRow]:
+    """Return a method's speed with one prompt at a time, and with all prompts at once."""
+    rows = [_load_row(method, 1, plain.in_turn(), texts.in_turn())]
+    if len(texts.token_ids) > 1:
+        rows.append(_load_row(method, len(texts.token_ids), plain.at_once(), texts.at_once()))
+    return rows
+
+
+def _load_row(
+    method: ServedMethod, requests: int, plain: Sequence[float], speeds: Sequence[float]
+) -> LoadRow:
+    """Return the row of a load, given the tokens per second of each repeat."""
+    before, after = statistics.median(plain), statistics.median(speeds)
+    return LoadRow(
+        method=method.name,
+        requests=requests,
+        acceleration_rate=method.acceleration_rate,
+        speedup=rounded(after / before),
+        tokens_per_second=round(after, 2),
+        range=range_of(speeds),
+        baseline_tokens_per_second=round(before, 2),
+        baseline_range=range_of(plain),
+    )
+
+
+def range_of(speeds: Sequence[float]) -> list[float] | None:
+    """Return the lowest and highest speed of several repeats; None for one repeat."""
+    if len(speeds) < 2:
+        return None
+    return [round(min(speeds), 2), round(max(speeds), 2)]
+
+
+def _rates_by_category(
+    prompts: Sequence[Prompt], accepted: Sequence[Sequence[int]]
+) -> dict[str, float] | None:
+    """Compute the acceleration rate of each category of prompts; None for fewer than two."""
+    places: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        if prompt.category and accepted[place]:
+            places.setdefault(prompt.category, []).append(place)
+    if len(places) < 2:
+        return None
+    rates = {}
+    for category, chosen in places.items():
+        found = check_rate([prompts[at] for at in chosen], [accepted[at] for at in chosen])
+        rates[category] = round(found.rate, 4)
+    return rates
