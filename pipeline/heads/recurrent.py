@@ -75,7 +75,7 @@ class RecurrentHeads(Heads):
     version = 2
     title = "Recurrent heads"
     units = "draft steps"
-    lr_scale = 1.5  # measured: `python -m benchmarks.run recipe`
+    lr_scale = 0.75  # measured: docs/recipes-compared.md
     batch_scale = 0.25  # measured: docs/recipes-compared.md
     vllm_method = "eagle"
     formats = (EXPANDED, SGLANG)

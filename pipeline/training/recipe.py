@@ -35,7 +35,7 @@ from pipeline.config import TrainConfig
 if TYPE_CHECKING:
     from pipeline.heads.kind import Heads
 
-VERSION = 5
+VERSION = 6
 
 PAPER_BATCH = 16_384
 PAPER_SEQUENCES = 128
