@@ -36,6 +36,7 @@ from pipeline.report.facts import expected_rate, is_disturbed, measured_rate, pa
 from pipeline.report.report import Report
 from pipeline.report.tables import drift_table, heads_table
 from pipeline.report.text_table import markdown_table
+from pipeline.report.what_to_serve import what_to_serve_table
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,7 @@ def _card_facts(published: Published) -> Facts:
             "check": check_table(report),
             "categories": categories_table(with_names),
             "exact_match": exact_match_table(report),
+            "serve": what_to_serve_table(report),
             "served_model": served_model_table(report),
             "heads": heads_table(report),
             "drift": drift_table(report),

@@ -206,3 +206,17 @@ def test_a_local_target_is_never_named(base_model):
     for card in (card_of(base_model=base_model), backbone_card(of_backbone)):
         assert not any(private in card for private in ("/home", "secret", "private"))
         assert "a local model" in card.lower() and ModelCard(card).data.base_model is None
+
+
+def test_the_fastest_method_at_each_load_is_marked():
+    load = {"method": "heads", "requests": 1, "tokens_per_second": 150}
+    served = {
+        **VLLM,
+        "methods": [{"name": "heads", "acceleration_rate": 2.0}],
+        "loads": [{**load, "baseline_tokens_per_second": 100}],
+        "choices": [{"requests": 1, "method": "heads", "speedup": 1.5, "second": "plain"}],
+    }
+    card = card_of(with_check(vllm=served))
+    rows = table_under(card, "Results")
+    assert ["plain", "1.00", "-", "100"] in rows and ["heads", "2.00", "-", "150 best"] in rows
+    assert "drafts that cost no training" not in card_of()
