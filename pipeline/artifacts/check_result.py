@@ -101,6 +101,7 @@ class Baseline(Speed):
     name: str
     failed: str | None = None
     greedy_match: GreedyMatch | None = None
+    categories: dict[str, float] | None = None  # acceleration rates
     drafted_share: float | None = None  # share of steps with a guess; None for transformers' own
     datastore: DatastoreFigures | None = None
 
@@ -120,6 +121,7 @@ class TreeRow(Speed):
     tree: str | None = None
     heads: int | None = None
     nodes: int
+    categories: dict[str, float] | None = None  # acceleration rates
 
 
 @result
@@ -153,7 +155,6 @@ class ServedMethod(Baseline):
     """A method of drafting in vLLM, by its `speculative_config`."""
 
     speculative_config: JsonObject | None = None
-    categories: dict[str, float] | None = None  # acceleration rates
 
 
 @result
@@ -246,6 +247,7 @@ class VllmFigures(EngineFigures):
     methods: list[ServedMethod] | None = None  # the heads first
     loads: list[LoadRow] | None = None  # of all methods, with one prompt and all prompts at once
     choices: list[ServingChoice] | None = None
+    advice: list[str] | None = None  # the choices in words, with commands
     accepted_per_position: list[float] | None = None
     same_text_acceleration_rate: float | None = None  # replayed on native answers
     expected_acceleration_rate: float | None = None

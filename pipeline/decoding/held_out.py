@@ -162,6 +162,17 @@ class Replay:
         """Return the steps in answers that are not also in training rows."""
         return Replay(*(column[~self.seen_S] for column in vars(self).values()))
 
+    def accepted(self, ranks: HeldOutRanks) -> list[list[int]]:
+        """Return for each answer the number of tokens that each step adds, as in `Decoded`.
+
+        `ranks` must be those of the replay.
+        """
+        answers_S = np.searchsorted(ranks.starts, self.places_S, side="right") - 1
+        found: list[list[int]] = [[] for _ in ranks.starts]
+        for answer, kept in zip(answers_S.tolist(), self.kept_S.tolist(), strict=True):
+            found[answer].append(kept + 1)
+        return found
+
     def depth_shares(self) -> list[float]:
         """Return the shares of steps that accept at least 1, 2, … guesses, up to the most accepted.
 

@@ -35,7 +35,7 @@ from pipeline.config import LatencyLimits
 from pipeline.evaluation.answers import Comparison, compare, tie_tolerance, top_2_gap
 from pipeline.evaluation.prompts import CheckRequest
 from pipeline.evaluation.served_figures import load_rows_of_check, range_of, served_method
-from pipeline.evaluation.serving_choice import serving_choices
+from pipeline.evaluation.serving_choice import with_choices
 from pipeline.evaluation.speed import check_rate, require_steps, with_new_answers
 from pipeline.evaluation.vllm_methods import HEADS, compared_configs, heads_config
 from pipeline.execution.progress import SILENT, ProgressReporter
@@ -96,7 +96,6 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
         num_speculative_tokens=num_tokens,
         methods=methods,
         loads=loads,
-        choices=serving_choices(loads),
         acceleration_rate=round(measured.rate, 4),
         standard_error=rounded(measured.standard_error),
         accepted_per_position=accepted_per_position(accepted, num_tokens),
@@ -108,6 +107,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
         tie_tolerance=tie_tolerance(request.target, settings),
         dtype=request.target.dtype,
     )
+    figures = with_choices(figures, loads, request.target.model)
     figures = with_new_answers(figures, request, answers, accepted)
     return CheckResult(vllm=figures, differing=comparison.differing)
 

@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.artifacts.check_result import GreedyMatch, LoadRow, ServedMethod
 from pipeline.artifacts.json_form import rounded
 from pipeline.evaluation.prompts import Prompt
-from pipeline.evaluation.speed import check_rate
+from pipeline.evaluation.speed import check_rate, rates_by_category
 from pipeline.targets.vllm_decode import VLLMTexts
 
 
@@ -38,7 +38,7 @@ def served_method(
         acceleration_rate=rounded(measured.rate),
         standard_error=rounded(measured.standard_error),
         greedy_match=match,
-        categories=_rates_by_category(prompts, texts.accepted),
+        categories=rates_by_category(prompts, texts.accepted),
     )
 
 
@@ -72,20 +72,3 @@ def range_of(speeds: Sequence[float]) -> list[float] | None:
     if len(speeds) < 2:
         return None
     return [round(min(speeds), 2), round(max(speeds), 2)]
-
-
-def _rates_by_category(
-    prompts: Sequence[Prompt], accepted: Sequence[Sequence[int]]
-) -> dict[str, float] | None:
-    """Compute the acceleration rate of each category of prompts; None for fewer than two."""
-    places: dict[str, list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        if prompt.category and accepted[place]:
-            places.setdefault(prompt.category, []).append(place)
-    if len(places) < 2:
-        return None
-    rates = {}
-    for category, chosen in places.items():
-        found = check_rate([prompts[at] for at in chosen], [accepted[at] for at in chosen])
-        rates[category] = round(found.rate, 4)
-    return rates

@@ -5,10 +5,16 @@ A method's speed counts as far as its requests are within `check.slo`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, NamedTuple
 
-from pipeline.artifacts.check_result import LoadRow, ServingChoice
+from pipeline.artifacts.check_result import LoadRow, ServedMethod, ServingChoice, VllmFigures
+from pipeline.evaluation.vllm_methods import HEADS
+from pipeline.formatting import times
 
 PLAIN = "plain"
 
@@ -73,3 +79,69 @@ def _choice(requests: int, plain: Speed, best: Speed, second: Speed) -> ServingC
         margin=margin,
         is_beyond_scatter=is_beyond_scatter,
     )
+
+
+def serving_advice(
+    choices: Sequence[ServingChoice], methods: Sequence[ServedMethod], target: str
+) -> list[str]:
+    """Say in a sentence for each range of loads what to serve, and the command for it."""
+    configs = {method.name: method.speculative_config for method in methods}
+    sentences = []
+    for method, group in groupby(choices, key=lambda choice: choice.method):
+        of_method = list(group)
+        sentences.append(f"{_loads(of_method)}: {_verdict(method, of_method)}.")
+        sentences.append(f"Command: {_command(method, configs.get(method), target)}")
+    return sentences
+
+
+def _loads(choices: Sequence[ServingChoice]) -> str:
+    """Name a range of loads: `1 at a time`, `4 to 64 at a time`."""
+    first, last = choices[0].requests, choices[-1].requests
+    if first == last:
+        return f"{first:,} at a time"
+    return f"{first:,} to {last:,} at a time"
+
+
+def _verdict(method: str, choices: Sequence[ServingChoice]) -> str:
+    """Say what to serve at these loads, by how much it is faster, and whether that is certain."""
+    margins = {choice.margin: choice.second for choice in choices if choice.margin is not None}
+    lead = "alone in time"
+    if margins:
+        least = min(margins)
+        lead = f"{least:.0%} faster than {margins[least]}"
+        if len(choices) > 1:
+            lead = f"at least {lead}"
+    certain = [choice.is_beyond_scatter for choice in choices]
+    if None in certain:
+        lead += " (one repeat: its scatter is unknown)"
+    elif all(certain):
+        lead += " (more than repeats scatter)"
+    else:
+        lead += " (no more than repeats scatter)"
+    if method == PLAIN:
+        return f"serve none, plain vLLM is {lead}"
+    gains = [choice.speedup for choice in choices]
+    gain = times(min(gains))
+    if times(max(gains)) != gain:
+        gain += f" to {times(max(gains))}"
+    return f"serve {method}, {gain} plain vLLM and {lead}"
+
+
+def _command(method: str, config: Mapping[str, Any] | None, target: str) -> str:
+    """Return the command that serves a method, given its speculative configuration."""
+    if method == HEADS:
+        return "medusa-distill serve RUN_DIR"
+    words = ["vllm", "serve", target]
+    if config is not None:
+        if method.startswith(HEADS):
+            number = config["num_speculative_tokens"]
+            return f"medusa-distill run CONFIG calibrate.draft_tokens={number}"
+        words += ["--speculative-config", json.dumps(config)]
+    return shlex.join(words)
+
+
+def with_choices(figures: VllmFigures, rows: Sequence[LoadRow], target: str) -> VllmFigures:
+    """Add to vLLM's figures what to serve at the loads of `rows`, and say it in words."""
+    choices = serving_choices(rows)
+    advice = serving_advice(choices, figures.methods or [], target)
+    return replace(figures, choices=choices, advice=advice)

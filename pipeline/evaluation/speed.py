@@ -300,7 +300,25 @@ def baseline_figures(prompts: Sequence[Prompt], passes: Sequence[Pass], name: st
         tokens_per_second=found.tokens_per_second,
         time_to_first_token=found.time_to_first_token,
         time_per_output_token=found.time_per_output_token,
+        categories=rates_by_category(prompts, [one.accepted for one in passes[0][name]]),
     )
+
+
+def rates_by_category(
+    prompts: Sequence[Prompt], accepted: Sequence[Sequence[int]]
+) -> dict[str, float] | None:
+    """Compute the acceleration rate of each category of prompts; None for fewer than two.
+
+    Args:
+        accepted: Per answer, the number of tokens that each step adds, as in `Decoded`.
+    """
+    steps: dict[str, list[int]] = {}
+    for prompt, kept in zip(prompts, accepted, strict=True):
+        if prompt.category and kept:
+            steps.setdefault(prompt.category, []).extend(kept)
+    if len(steps) < 2:
+        return None
+    return {category: round(sum(kept) / len(kept), 4) for category, kept in steps.items()}
 
 
 def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[Category]:

@@ -46,7 +46,13 @@ from pipeline.evaluation.answer_states import AnswerStates, answer_states, guess
 from pipeline.evaluation.answers import mean_log_likelihood
 from pipeline.evaluation.overhead import overheads, step_seconds
 from pipeline.evaluation.prompts import Prompt
-from pipeline.evaluation.speed import PLAIN, check_speed, decode_by, take_turns
+from pipeline.evaluation.speed import (
+    PLAIN,
+    check_speed,
+    decode_by,
+    rates_by_category,
+    take_turns,
+)
 from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.heads.kind import Heads
 from pipeline.report.report import SEARCHED_TREE, STOCK_TREE
@@ -160,7 +166,7 @@ def heads_used(decoding: Decoding) -> list[TreeRow]:
         else:
             trees.append([path for path in used.choices if len(path) <= depth])
     rows = tree_rows(decoding, trees)
-    return [replace(row, heads=depth) for depth, row in enumerate(rows, start=1)]
+    return [replace(row, heads=depth, categories=None) for depth, row in enumerate(rows, start=1)]
 
 
 def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
@@ -186,18 +192,26 @@ def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
         step_seconds(decoder, timed[0])
     costs = overheads(endless, decoders, timed)
     ranks = guess_ranks(heads, states, top)
+    replayed_prompts = []  # answers of one token have no step
+    for prompt, answer in zip(decoding.prompts, decoding.answers, strict=True):
+        if len(answer) > 1:
+            replayed_prompts.append(prompt)
     rows = []
     for number, tree in enumerate(trees):
+        categories = None
         if isinstance(tree, DynamicTree):
             nodes = tree.num_nodes
             rate = replay_dynamic(guess_places(heads, states, tree), nodes).acceleration_rate
         else:
             nodes = len(tree)
-            rate = replay(ranks, tree).acceleration_rate
+            replayed = replay(ranks, tree)
+            rate = replayed.acceleration_rate
+            categories = rates_by_category(replayed_prompts, replayed.accepted(ranks))
         cost = costs.get(number, 1.0)  # plain decoding is not among them
         rows.append(
             TreeRow(
                 nodes=nodes,
+                categories=categories,
                 acceleration_rate=rounded(rate),
                 overhead=rounded(cost),
                 speedup=rounded(rate / cost),

@@ -194,6 +194,25 @@ def categories_table(report: Report) -> Table:
     return table
 
 
+def methods_by_category_table(report: Report) -> Table:
+    """Build the report's table of acceleration rates by decoding method and question category."""
+    table = Table("Methods by category", ["tokens per step"])
+    rates: dict[str, dict[str, float] | None] = {}
+    if report.native:
+        for other in report.native.baselines or []:
+            rates[other.name] = other.categories
+    for row in report.studies.trees or []:
+        rates[f"tree: {row.tree}"] = row.categories
+    if report.vllm:
+        for method in report.vllm.methods or []:
+            rates[f"vLLM: {method.name}"] = method.categories
+    for name, by_category in rates.items():
+        if by_category:
+            table.columns = ["tokens per step", *by_category]
+            table.add(name, *map(ratio, by_category.values()))
+    return table
+
+
 def _speeds(row: Category | BatchRow | LoadRow) -> tuple[str, str, str]:
     """Format tokens per second, plain and with heads, and the speedup as table cells."""
     plain = rate(row.baseline_tokens_per_second)

@@ -20,6 +20,7 @@ from pipeline.report.check_tables import (
     categories_table,
     check_table,
     exact_match_table,
+    methods_by_category_table,
     methods_table,
     served_model_table,
     study_tables,
@@ -44,7 +45,7 @@ from pipeline.report.tables import (
     tree_table,
 )
 from pipeline.report.text_table import Table, escaped, markdown_section, print_tables, print_text
-from pipeline.report.what_to_serve import serving_advice, what_to_serve_table
+from pipeline.report.what_to_serve import what_to_serve_table
 
 TEMPLATES = Path(__file__).parent
 PAGES = jinja2.Environment(
@@ -84,6 +85,7 @@ def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
     }
     optional = {
         "categories": categories_table(report),
+        "methods_by_category": methods_by_category_table(report),
         "exact_match": exact_match_table(report),
         "served_model": served_model_table(report),
         "drift": drift_table(report),
@@ -145,8 +147,9 @@ def print_report(report: Report, console: Console, extras: Extras) -> None:
         print_text(f"- {failure}", console, "red")
     for warning in report_warnings(report):
         print_text(f"- {warning}", console, "yellow")
-    for sentence in serving_advice(report):
-        print_text(sentence, console, "")
+    if report.vllm:
+        for sentence in report.vllm.advice or []:
+            print_text(sentence, console, "")
     tables = report_tables(report, extras)
     stages, quarantine = tables.pop("stages"), tables.pop("quarantine")
     del tables["serve"], tables["check"], tables["provenance"]

@@ -55,7 +55,7 @@ from pipeline.evaluation.prompts import (
 )
 from pipeline.evaluation.references import exact_match, read_references
 from pipeline.evaluation.served import load_study, with_expectations
-from pipeline.evaluation.serving_choice import serving_choices
+from pipeline.evaluation.serving_choice import with_choices
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
@@ -181,12 +181,8 @@ class CheckEngines:
         if "load" in request.settings.studies:
             load = self.call(load_study, "vllm", request=request)
             tokens = self.memory_bound_tokens(result)
-            figures = replace(
-                figures,
-                studies=Studies(load=load),
-                choices=serving_choices(load),
-                memory_bound_tokens=tokens,
-            )
+            figures = with_choices(figures, load, request.target.model)
+            figures = replace(figures, studies=Studies(load=load), memory_bound_tokens=tokens)
         return figures
 
     def memory_bound_tokens(self, result: CheckResult) -> int | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.artifacts.check_result import LoadRow
-from pipeline.evaluation.serving_choice import serving_choices
+from pipeline.artifacts.check_result import LoadRow, ServedMethod, ServingChoice
+from pipeline.evaluation.serving_choice import serving_advice, serving_choices
 
 
 def row(method: str, requests: int, speed: float, plain: float, **more) -> LoadRow:
@@ -49,3 +49,59 @@ def test_requests_out_of_time_do_not_count():
     assert (first.method, first.second) == ("plain", "heads")
     assert first.margin == pytest.approx(100 / 75 - 1, abs=1e-4)
     assert (second.method, second.margin, second.speedup) == ("heads", None, 1.5)
+
+
+# --- in words
+
+
+def choice(requests: int, method: str, speedup: float, second: str, margin: float, beyond=None):
+    return ServingChoice(
+        requests=requests,
+        method=method,
+        speedup=speedup,
+        second=second,
+        margin=margin,
+        is_beyond_scatter=beyond,
+    )
+
+
+def advice_of(*choices: ServingChoice) -> list[str]:
+    methods = [
+        ServedMethod(name="heads", speculative_config={"method": "eagle"}),
+        ServedMethod(
+            name="heads, 5", speculative_config={"method": "eagle", "num_speculative_tokens": 5}
+        ),
+        ServedMethod(name="ngram", speculative_config={"method": "ngram"}),
+    ]
+    return serving_advice(choices, methods, "my/model")
+
+
+def test_each_load_has_its_verdict_and_command():
+    one = choice(1, "heads", 1.63, "ngram", 0.358, True)
+    many = choice(32, "plain", 1.0, "ngram", 0.02, False)
+    first, command, second, plain = advice_of(one, many)
+    assert first == (
+        "1 at a time: serve heads, 1.63x plain vLLM and 36% faster than ngram (more than"
+        " repeats scatter)."
+    )
+    assert command == "Command: medusa-distill serve RUN_DIR"
+    assert second == (
+        "32 at a time: serve none, plain vLLM is 2% faster than ngram (no more than repeats"
+        " scatter)."
+    )
+    assert plain == "Command: vllm serve my/model"
+
+
+def test_loads_with_the_same_answer_are_one_sentence():
+    choices = choice(1, "ngram", 1.1, "plain", 0.1), choice(4, "ngram", 4.4, "heads", 0.3)
+    sentence, command = advice_of(*choices)
+    assert sentence == (
+        "1 to 4 at a time: serve ngram, 1.10x to 4.40x plain vLLM and at least 10% faster"
+        " than plain (one repeat: its scatter is unknown)."
+    )
+    assert command.startswith('Command: vllm serve my/model --speculative-config \'{"method"')
+
+
+def test_other_numbers_of_draft_tokens_become_the_export_s():
+    _, command = advice_of(choice(1, "heads, 5", 2.0, "heads", 0.1))
+    assert command == "Command: medusa-distill run CONFIG calibrate.draft_tokens=5"

@@ -245,3 +245,19 @@ def test_no_text_is_taken_for_markup_or_a_control_sequence(report, extras):
     text = printed(report, extras, width=100)
     assert all(part in text for part in ("[red]x[/red] [link=a]", "[bold]", "[/nope]"))
     assert "\x1b" not in text and "\x07" not in text
+
+
+def test_methods_are_compared_by_category(report, extras):
+    rates = {"math": 1.5, "poems": 1.25}
+    check = report["check"]
+    check["native"] |= {"baselines": [{"name": "retrieval", "categories": rates}]}
+    trees = [{"tree": "the export's", "nodes": 9, "categories": {"math": 2.5, "poems": 2.0}}]
+    check["native"]["studies"] = {"trees": [*trees, {"tree": "plain", "nodes": 0}]}
+    check["vllm"] |= {"methods": [{"name": "ngram", "categories": rates}, {"name": "heads"}]}
+    rows = cells_of(texts(report, extras)["report.md"])["Methods by category"]
+    assert rows == [
+        ["tokens per step", "math", "poems"],
+        ["retrieval", "1.50", "1.25"],
+        ["tree: the export's", "2.50", "2.00"],
+        ["vLLM: ngram", "1.50", "1.25"],
+    ]

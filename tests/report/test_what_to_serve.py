@@ -1,4 +1,4 @@
-"""The table and sentences of what to serve, with the command for it."""
+"""The table of what to serve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.artifacts.check_result import (
     VllmFigures,
 )
 from pipeline.report.report import Report
-from pipeline.report.what_to_serve import serving_advice, what_to_serve_table
+from pipeline.report.what_to_serve import what_to_serve_table
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 FIVE = {"method": "eagle", "num_speculative_tokens": 5}
@@ -53,39 +53,9 @@ def report_of(*choices: ServingChoice, failed: str | None = None) -> Report:
         methods=methods,
         loads=loads,
         choices=list(choices),
+        advice=["Serve it."],
     )
     return Report(target="my/model", check=CheckFigures(vllm=vllm, passed=True, failures=[]))
-
-
-def test_each_load_has_its_verdict_and_command():
-    one = choice(1, "heads", 1.63, "ngram", 0.358, True)
-    many = choice(32, "plain", 1.0, "ngram", 0.02, False)
-    first, command, second, plain = serving_advice(report_of(one, many))
-    assert first == (
-        "1 request at once: serve heads, 1.63x plain vLLM and 36% faster than ngram (more than"
-        " repeats scatter)."
-    )
-    assert command == "Command: medusa-distill serve RUN_DIR"
-    assert second == (
-        "32 requests at once: serve none, plain vLLM is 2% faster than ngram (no more than repeats"
-        " scatter)."
-    )
-    assert plain == "Command: vllm serve my/model"
-
-
-def test_loads_with_the_same_answer_are_one_sentence():
-    found = report_of(choice(1, "ngram", 1.1, "plain", 0.1), choice(4, "ngram", 4.4, "heads", 0.3))
-    sentence, command = serving_advice(found)
-    assert sentence == (
-        "1 to 4 requests at once: serve ngram, 1.10x to 4.40x plain vLLM and at least 10% faster"
-        " than plain (one repeat: its scatter is unknown)."
-    )
-    assert command.startswith('Command: vllm serve my/model --speculative-config \'{"method"')
-
-
-def test_other_numbers_of_draft_tokens_become_the_export_s():
-    _, command = serving_advice(report_of(choice(1, "heads, 5", 2.0, "heads", 0.1)))
-    assert command == "Command: medusa-distill run CONFIG calibrate.draft_tokens=5"
 
 
 def test_the_fastest_of_each_load_is_marked():
@@ -98,5 +68,5 @@ def test_the_fastest_of_each_load_is_marked():
     assert [cell.endswith("best") for cell in rows["plain"][3:]] == [False, True]
     assert [cell.endswith("best") for cell in rows["heads"][3:]] == [True, False]
     assert not any("best" in cell for cell in rows["ngram"])
-    assert "suffix failed: broken." in table.note
+    assert table.note == "Serve it. suffix failed: broken."
     assert what_to_serve_table(Report()).rows == []
