@@ -30,7 +30,7 @@ def served_method(
         match: The comparison with plain decoding's text; None for a method that failed.
     """
     if texts.failed:
-        return ServedMethod(name=name, failed=texts.failed)
+        return ServedMethod(name=name, speculative_config=dict(config), failed=texts.failed)
     measured = check_rate(prompts, texts.accepted)
     return ServedMethod(
         name=name,

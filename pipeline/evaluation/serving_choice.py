@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 from pipeline.artifacts.check_result import LoadRow, ServedMethod, ServingChoice, VllmFigures
 from pipeline.evaluation.vllm_methods import HEADS
 from pipeline.formatting import times
+from pipeline.targets.vllm_server import SERVER
 
 PLAIN = "plain"
 
 
 class Speed(NamedTuple):
-    """A method's tokens per second at one load, the useful ones, and the range of its repeats."""
+    """A method's tokens per second at one load, the useful ones, and their range over repeats."""
 
     method: str
     tokens_per_second: float
@@ -60,6 +61,8 @@ def _speed(
     """Return a method's speed at one load; without limits all of its tokens are useful."""
     speed = tokens_per_second or 0.0
     share = 1.0 if within_slo is None else within_slo
+    if range is not None:
+        range = [share * each for each in range]
     return Speed(method, speed, share * speed, range)
 
 
@@ -68,13 +71,16 @@ def _choice(requests: int, plain: Speed, best: Speed, second: Speed) -> ServingC
     margin = None
     if second.useful:
         margin = round(best.useful / second.useful - 1, 4)
+    speedup = best.tokens_per_second / plain.tokens_per_second
+    if plain.useful:
+        speedup = best.useful / plain.useful
     is_beyond_scatter = None
     if best.range is not None and second.range is not None:
         is_beyond_scatter = best.range[0] > second.range[1]
     return ServingChoice(
         requests=requests,
         method=best.method,
-        speedup=round(best.tokens_per_second / plain.tokens_per_second, 4),
+        speedup=round(speedup, 4),
         second=second.method,
         margin=margin,
         is_beyond_scatter=is_beyond_scatter,
@@ -89,17 +95,17 @@ def serving_advice(
     sentences = []
     for method, group in groupby(choices, key=lambda choice: choice.method):
         of_method = list(group)
-        sentences.append(f"{_loads(of_method)}: {_verdict(method, of_method)}.")
-        sentences.append(f"Command: {_command(method, configs.get(method), target)}")
+        command = _command(method, configs.get(method), target)
+        sentences.append(f"{_loads(of_method)}: {_verdict(method, of_method)}: `{command}`.")
     return sentences
 
 
 def _loads(choices: Sequence[ServingChoice]) -> str:
-    """Name a range of loads: `1 at a time`, `4 to 64 at a time`."""
-    first, last = choices[0].requests, choices[-1].requests
-    if first == last:
-        return f"{first:,} at a time"
-    return f"{first:,} to {last:,} at a time"
+    """Name loads: `1 at a time`, `1 and 32 at a time`, `4 to 64 at a time`."""
+    loads = [f"{choice.requests:,}" for choice in choices]
+    if len(loads) > 2:
+        return f"{loads[0]} to {loads[-1]} at a time"
+    return f"{' and '.join(loads)} at a time"
 
 
 def _verdict(method: str, choices: Sequence[ServingChoice]) -> str:
@@ -131,7 +137,7 @@ def _command(method: str, config: Mapping[str, Any] | None, target: str) -> str:
     """Return the command that serves a method, given its speculative configuration."""
     if method == HEADS:
         return "medusa-distill serve RUN_DIR"
-    words = ["vllm", "serve", target]
+    words = ["python", "-m", SERVER, "--model", target]
     if config is not None:
         if method.startswith(HEADS):
             number = config["num_speculative_tokens"]

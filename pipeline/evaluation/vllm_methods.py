@@ -58,9 +58,22 @@ def compared_configs(request: CheckRequest) -> dict[str, Content]:
                 "num_speculative_tokens": DRAFTED,
             }
         else:
-            config = {"method": "suffix", "num_speculative_tokens": LONGEST_SUFFIX_DRAFT}
+            config = {
+                "method": "suffix",
+                "num_speculative_tokens": LONGEST_SUFFIX_DRAFT,
+                # Else repeated prompts find the answers of earlier repeats.
+                "suffix_decoding_max_cached_requests": 0,
+            }
         found[name] = config
     return found
+
+
+def longest_draft(settings: CheckConfig) -> int:
+    """Return how many tokens the compared methods draft in a step at most."""
+    drafts = [*settings.draft_tokens]
+    for name in settings.engine_baselines:
+        drafts.append(LONGEST_SUFFIX_DRAFT if name == "suffix" else DRAFTED)
+    return max(drafts, default=0)
 
 
 def require_methods(settings: CheckConfig, max_draft_tokens: int) -> None:

@@ -34,9 +34,11 @@ def what_to_serve_table(report: Report) -> Table:
             plain.append(speed + BEST * (fastest == PLAIN))
         speed = _speed(row.tokens_per_second, row.within_slo)
         cells[row.method].append(speed + BEST * (fastest == row.method))
-    for row_cells in cells.values():
+    for name, row_cells in cells.items():
         if len(row_cells) > 3:
             table.add(*row_cells)
+        elif report.studies.load:
+            table.note += f" {name} is not measured under load."
     return table
 
 

@@ -202,7 +202,7 @@ def check_served_copy(run: ResolvedRun) -> None:
         is_other = key == SERVED and found.hidden_size != target.hidden_size
         if is_other or found.vocab_size != target.vocab_size:
             raise ConfigError(
-                "It has another vocabulary or hidden size than the target.",
+                "This model has another vocabulary or hidden size than the target.",
                 key,
                 "As served model name a copy of the target, such as a quantized one; as assistant a"
                 " smaller model with its vocabulary.",

@@ -56,6 +56,7 @@ from pipeline.evaluation.prompts import (
 from pipeline.evaluation.references import exact_match, read_references
 from pipeline.evaluation.served import load_study, with_expectations
 from pipeline.evaluation.serving_choice import with_choices
+from pipeline.evaluation.vllm_methods import longest_draft
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
@@ -260,7 +261,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         engines = CheckEngines(context, stage, progress, questions)
         target = with_room(context.backbone("export"), settings)
         prompts = engines.prompts(target)
-        most = read_layout(export).shape.max_depth
+        most = max(read_layout(export).shape.max_depth, longest_draft(settings))
         request = CheckRequest(
             with_room_for(target, prompts.kept, settings.max_new_tokens, most),
             export,

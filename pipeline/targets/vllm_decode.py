@@ -1,8 +1,9 @@
 """Decode prompts greedily in vLLM, with or without exported heads.
 
 Engines run in other processes, so that vLLM changes nothing in the caller. On a CPU one process
-runs all engines and imports vLLM once. On a GPU each engine has its own process, since only the end
-of a process is certain to free the GPU's memory. vLLM proposes the heads' top-1 chain, never a
+runs all engines but the optional ones, and imports vLLM once. Each optional engine, and on a GPU
+every one, has its own process: its death ends no other, and only the end of a process is certain to
+free a GPU's memory. vLLM proposes the heads' top-1 chain, never a
 tree, so its acceleration rate is below the tree's.
 
 A request's steps are counted from its outputs. The first output is the prefill's token. Each later
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from pipeline.conversations.requests import Request
+from pipeline.errors import MedusaDistillError
 from pipeline.targets.own_process import Report, in_own_process
 from pipeline.targets.spec import (
     EngineArgs,
@@ -110,7 +112,7 @@ class DecodeTask:
 def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None) -> list[VLLMTexts]:
     """Decode each task's prompts greedily in a vLLM engine of its own, in another process.
 
-    A warm-up is not timed, and prefixes are not cached.
+    Optional tasks must follow the others. A warm-up is not timed, and prefixes are not cached.
 
     Args:
         on_report: Called with the progress, see `in_own_process`.
@@ -120,24 +122,24 @@ def decode_in_vllm(tasks: Sequence[DecodeTask], on_report: Report | None = None)
         EnvironmentFault: As `VLLMGenerationEngine` does, or a process ends without a result.
     """
     if any(task.gpus for task in tasks):
-        found = []
-        for task in tasks:
-            found += in_own_process(decode_tasks, [task], on_report)
-        return found
-    return in_own_process(decode_tasks, tasks, on_report)
+        parts = [[task] for task in tasks]
+    else:
+        required = [task for task in tasks if not task.optional]
+        parts = [required, *([task] for task in tasks if task.optional)]
+    found: list[VLLMTexts] = []
+    for part in parts:
+        try:
+            found += in_own_process(decode_tasks, part, on_report)
+        except MedusaDistillError as error:
+            if not part[0].optional:
+                raise
+            found.append(VLLMTexts(failed=one_line(error)))
+    return found
 
 
 def decode_tasks(tasks: Sequence[DecodeTask], report: Report) -> list[VLLMTexts]:
     """Decode the prompts of all tasks in this process, with one vLLM engine after another."""
-    found = []
-    for task in tasks:
-        try:
-            found.append(decode_task(task, report))
-        except Exception as error:
-            if not task.optional:
-                raise
-            found.append(VLLMTexts(failed=one_line(error)))
-    return found
+    return [decode_task(task, report) for task in tasks]
 
 
 def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
@@ -145,10 +147,18 @@ def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
 
     The engine is started, and closed afterwards. The texts are those of the last repeat.
     """
-    part = task.name
-    report(part=f"{part} starts")
+    report(part=f"{task.name} starts")
     arguments = {**task.engine_args, "enable_prefix_caching": False}
     running = RunningEngine(task.spec, arguments, task.gpus)
+    try:
+        return _measure(running, task, report)
+    finally:
+        running.close()
+
+
+def _measure(running: RunningEngine, task: DecodeTask, report: Report) -> VLLMTexts:
+    """Decode a task's prompts in a running engine, all at once and some in turn."""
+    part = task.name
     eos = eos_token_ids(task.spec)
     requests = task.requests()
     _generate_in_vllm(running, requests[:NUM_WARM_UPS], eos, f"{part} warms up", report)
@@ -163,7 +173,6 @@ def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
         started = time.perf_counter()
         _generate_in_turn(running, requests[:NUM_IN_TURN], eos, f"{turn_of}, one at a time", report)
         seconds_in_turn.append(time.perf_counter() - started)
-    running.close()
     return VLLMTexts(
         token_ids=[list(chain.from_iterable(steps)) for steps in answers],
         accepted=[[len(new_ids) for new_ids in steps[1:]] for steps in answers],

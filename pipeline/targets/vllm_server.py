@@ -30,6 +30,8 @@ SECONDS_BETWEEN_CHECKS = 0.2
 STOPS_WITHIN = 8.0  # seconds
 SERVER = "vllm.entrypoints.openai.api_server"  # `vllm serve` fails in the CPU build
 RAISED = re.compile(r"\b[A-Z]\w*(?:Error|Exception): (.+)")
+REFUSED = re.compile(r"\b(?:Value error|Assertion failed), (.+?)(?: \[type=|$)", re.MULTILINE)
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without a proxy
 
 
 class Address(NamedTuple):
@@ -97,11 +99,12 @@ def running_server(
 
 
 def failure_reason(output: str) -> str:
-    """Return the message of the first exception in a server's output, else its last line.
+    """Return the reason of the first refusal or exception in a server's output, else its last line.
 
-    Later exceptions are those of processes that waited for the first one.
+    A refusal is that of an argument by pydantic. Later exceptions are those of processes that
+    waited for the first one.
     """
-    raised = RAISED.search(output)
+    raised = REFUSED.search(output) or RAISED.search(output)
     if raised:
         return last_line(raised[1])
     return last_line(output or "no output")
@@ -121,7 +124,7 @@ def _stop_server(process: subprocess.Popen[bytes]) -> None:
 def is_healthy(url: str) -> bool:
     """Return whether the server at a URL answers health checks."""
     try:
-        urllib.request.urlopen(f"{url}/health", timeout=5).close()
+        DIRECT.open(f"{url}/health", timeout=5).close()
         return True
     except OSError:  # no connection, or a status other than 200
         return False

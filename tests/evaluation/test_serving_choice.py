@@ -42,12 +42,14 @@ def test_with_one_repeat_the_scatter_is_unknown():
 
 def test_requests_out_of_time_do_not_count():
     """Heads are faster, and late in half of the requests; then plain decoding is always late."""
-    late = row("heads", 2, 150, 100, within_slo=0.5, baseline_within_slo=1.0)
+    ranges = {"range": [140, 160], "baseline_range": [90, 110]}
+    late = row("heads", 2, 150, 100, within_slo=0.5, baseline_within_slo=1.0, **ranges)
     alone = row("heads", 4, 150, 100, within_slo=0.5, baseline_within_slo=0.0)
     none = row("heads", 8, 150, 100, within_slo=0.0, baseline_within_slo=0.0)
     first, second = serving_choices([late, alone, none])
     assert (first.method, first.second) == ("plain", "heads")
     assert first.margin == pytest.approx(100 / 75 - 1, abs=1e-4)
+    assert first.is_beyond_scatter is True, "the slowest in time is 90, and the heads' fastest 80"
     assert (second.method, second.margin, second.speedup) == ("heads", None, 1.5)
 
 
@@ -79,29 +81,29 @@ def advice_of(*choices: ServingChoice) -> list[str]:
 def test_each_load_has_its_verdict_and_command():
     one = choice(1, "heads", 1.63, "ngram", 0.358, True)
     many = choice(32, "plain", 1.0, "ngram", 0.02, False)
-    first, command, second, plain = advice_of(one, many)
-    assert first == (
-        "1 at a time: serve heads, 1.63x plain vLLM and 36% faster than ngram (more than"
-        " repeats scatter)."
-    )
-    assert command == "Command: medusa-distill serve RUN_DIR"
-    assert second == (
+    assert advice_of(one, many) == [
+        "1 at a time: serve heads, 1.63x plain vLLM and 36% faster than ngram (more than repeats"
+        " scatter): `medusa-distill serve RUN_DIR`.",
         "32 at a time: serve none, plain vLLM is 2% faster than ngram (no more than repeats"
-        " scatter)."
-    )
-    assert plain == "Command: vllm serve my/model"
+        " scatter): `python -m vllm.entrypoints.openai.api_server --model my/model`.",
+    ]
 
 
-def test_loads_with_the_same_answer_are_one_sentence():
-    choices = choice(1, "ngram", 1.1, "plain", 0.1), choice(4, "ngram", 4.4, "heads", 0.3)
-    sentence, command = advice_of(*choices)
-    assert sentence == (
-        "1 to 4 at a time: serve ngram, 1.10x to 4.40x plain vLLM and at least 10% faster"
-        " than plain (one repeat: its scatter is unknown)."
+@pytest.mark.parametrize(
+    ("loads", "named"), [((1, 32), "1 and 32 at a time"), ((1, 2, 4), "1 to 4 at a time")]
+)
+def test_loads_with_the_same_answer_are_one_sentence(loads, named):
+    second, third = ("plain", 0.1), ("heads", 0.3)
+    choices = [choice(loads[0], "ngram", 1.1, *second)]
+    choices += [choice(load, "ngram", 4.4, *third) for load in loads[1:]]
+    (sentence,) = advice_of(*choices)
+    assert sentence.startswith(
+        f"{named}: serve ngram, 1.10x to 4.40x plain vLLM and at least 10% faster than plain (one"
+        " repeat: its scatter is unknown): `python -m"
     )
-    assert command.startswith('Command: vllm serve my/model --speculative-config \'{"method"')
+    assert '--speculative-config \'{"method": "ngram"}\'`.' in sentence
 
 
 def test_other_numbers_of_draft_tokens_become_the_export_s():
-    _, command = advice_of(choice(1, "heads, 5", 2.0, "heads", 0.1))
-    assert command == "Command: medusa-distill run CONFIG calibrate.draft_tokens=5"
+    (sentence,) = advice_of(choice(1, "heads, 5", 2.0, "heads", 0.1))
+    assert sentence.endswith("`medusa-distill run CONFIG calibrate.draft_tokens=5`.")

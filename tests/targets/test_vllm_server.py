@@ -76,6 +76,9 @@ def test_the_reason_of_a_failure_is_its_first_exception():
 Traceback (most recent call last):
 RuntimeError: Engine core initialization failed. See root cause above."""
     assert failure_reason(output) == "Available memory (2 GiB) is less than requested"
+    refused = """pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, Your device does not support it. [type=value_error, input_value=ArgsKwargs]"""
+    assert failure_reason(refused) == "Your device does not support it"
     assert failure_reason("usage: …\nerror: unrecognized arguments: --wheels") == (
         "error: unrecognized arguments: --wheels"
     )
