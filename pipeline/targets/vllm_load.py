@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 from pipeline.conversations.requests import Request
-from pipeline.errors import EnvironmentFault
+from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.targets.loading import require_gpus
 from pipeline.targets.own_process import Report, in_own_process
 from pipeline.targets.spec import EngineArgs, TargetSpec, eos_token_ids, last_line
@@ -84,7 +84,7 @@ def serve_under_load(
     for task in tasks:
         try:
             found.append(in_own_process(measure_server, task, on_report))
-        except EnvironmentFault:
+        except MedusaDistillError:
             if not task.optional:
                 raise
             found.append([])

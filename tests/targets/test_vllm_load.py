@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
+import pytest
+
+from pipeline.errors import EnvironmentFault
 from pipeline.targets import vllm_load
-from pipeline.targets.vllm_load import LoadFigures, LoadTask
+from pipeline.targets.vllm_load import LoadFigures, LoadTask, serve_under_load
 
 
 def test_loads_take_turns_and_the_median_pass_counts(random_target, monkeypatch):
@@ -26,3 +30,18 @@ def test_loads_take_turns_and_the_median_pass_counts(random_target, monkeypatch)
     assert [(row.requests, row.seconds) for row in rows] == [(1, 3.0), (4, 6.0)]
     assert rows[0].speeds == [9 / 2, 9 / 3, 9 / 90]
     assert [each["done"] for each in reports[1:]] == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_optional_server_that_fails_ends_no_other(random_target, monkeypatch):
+    def in_own_process(function, task, on_report):
+        if task.name == "ngram":
+            raise EnvironmentFault("It died.", "", "")
+        return [LoadFigures(1, 1.0, 9, [], [], None)]
+
+    monkeypatch.setattr(vllm_load, "in_own_process", in_own_process)
+    plain = LoadTask(random_target, [[1]], 9, levels=[1])
+    ngram = replace(plain, name="ngram", optional=True)
+    found = serve_under_load([plain, ngram, plain])
+    assert [len(figures) for figures in found] == [1, 0, 1]
+    with pytest.raises(EnvironmentFault):
+        serve_under_load([replace(ngram, optional=False)])
