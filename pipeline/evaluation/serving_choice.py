@@ -141,7 +141,8 @@ def _command(method: str, config: Mapping[str, Any] | None, target: str) -> str:
     if config is not None:
         if method.startswith(HEADS):
             number = config["num_speculative_tokens"]
-            return f"medusa-distill run CONFIG calibrate.draft_tokens={number}"
+            chosen = f"medusa-distill run CONFIG calibrate.draft_tokens={number}"
+            return f"{chosen} && medusa-distill serve RUN_DIR"
         words += ["--speculative-config", json.dumps(config)]
     return shlex.join(words)
 

@@ -4,7 +4,7 @@
                  before (prompt lookup)
     draft-model  a smaller model with the same vocabulary (`check.assistant_model`)
     suffix       a suffix tree of the context (SuffixDecoding, package arctic-inference)
-    heads, N     the heads with another number of draft tokens (`check.draft_tokens`)
+    heads with N drafts  the heads with another number of draft tokens (`check.draft_tokens`)
 
 Every method writes the target's greedy text. A method that fails is left out with its reason.
 """
@@ -41,7 +41,7 @@ def compared_configs(request: CheckRequest) -> dict[str, Content]:
     found = {}
     for number in settings.draft_tokens:
         if number != own["num_speculative_tokens"]:
-            found[f"{HEADS}, {number}"] = {**own, "num_speculative_tokens": number}
+            found[f"{HEADS} with {number} drafts"] = {**own, "num_speculative_tokens": number}
     for name in settings.engine_baselines:
         if name == "ngram":
             config: Content = {

@@ -255,8 +255,8 @@ def _speedup_warnings(tree: TreeFigures | None, native: NativeFigures | None) ->
     best = max(speedups, default=1)
     if best < 1:
         yield (
-            f"The heads do not pay off on this device: the best speedup is {times(best)}. Decoding"
-            " is slower with them than without."
+            f"Natively the heads do not pay off on this device: the best speedup is {times(best)}."
+            " Decoding is slower with them than without."
         )
 
 

@@ -71,7 +71,8 @@ def advice_of(*choices: ServingChoice) -> list[str]:
     methods = [
         ServedMethod(name="heads", speculative_config={"method": "eagle"}),
         ServedMethod(
-            name="heads, 5", speculative_config={"method": "eagle", "num_speculative_tokens": 5}
+            name="heads with 5 drafts",
+            speculative_config={"method": "eagle", "num_speculative_tokens": 5},
         ),
         ServedMethod(name="ngram", speculative_config={"method": "ngram"}),
     ]
@@ -105,5 +106,7 @@ def test_loads_with_the_same_answer_are_one_sentence(loads, named):
 
 
 def test_other_numbers_of_draft_tokens_become_the_export_s():
-    (sentence,) = advice_of(choice(1, "heads, 5", 2.0, "heads", 0.1))
-    assert sentence.endswith("`medusa-distill run CONFIG calibrate.draft_tokens=5`.")
+    (sentence,) = advice_of(choice(1, "heads with 5 drafts", 2.0, "heads", 0.1))
+    assert sentence.endswith(
+        "`medusa-distill run CONFIG calibrate.draft_tokens=5 && medusa-distill serve RUN_DIR`."
+    )

@@ -23,8 +23,10 @@ def test_every_method_has_a_configuration_of_its_own():
         speculative_config=CHAIN,
     )
     found = compared_configs(request)
-    assert list(found) == ["heads, 3", "draft-model", "suffix"], "five are the export's own"
-    assert found["heads, 3"] == {**CHAIN, "num_speculative_tokens": 3}
+    assert list(found) == ["heads with 3 drafts", "draft-model", "suffix"], (
+        "five are the export's own"
+    )
+    assert found["heads with 3 drafts"] == {**CHAIN, "num_speculative_tokens": 3}
     assert (found["draft-model"]["method"], found["draft-model"]["model"]) == (
         "draft_model",
         "small",
