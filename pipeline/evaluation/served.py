@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -47,6 +47,7 @@ from pipeline.targets.vllm_load import LoadFigures, LoadTask, serve_under_load
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Task = TypeVar("Task", bound=DecodeTask)
 LEVELS = (1, 2, 4, 8, 16, 32, 64)  # concurrent requests
 
 
@@ -71,11 +72,8 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
         repeats=settings.repeats,
         gpus=gpus,
     )
-    tasks = [task, replace(task, engine_args=with_heads, name="vLLM with the heads")]
     compared = compared_configs(request)
-    for name, config in compared.items():
-        arguments = {"speculative_config": config}
-        tasks.append(replace(task, engine_args=arguments, name=f"vLLM, {name}", optional=True))
+    tasks = _tasks_of_methods(task, with_heads, compared)
     plain, accelerated, *others = decode_in_vllm(tasks, progress.report)
     answers = accelerated.token_ids
     accepted = accelerated.accepted
@@ -110,6 +108,17 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     figures = with_choices(figures, loads, request.target.model)
     figures = with_new_answers(figures, request, answers, accepted)
     return CheckResult(vllm=figures, differing=comparison.differing)
+
+
+def _tasks_of_methods(
+    plain: Task, with_heads: Content, compared: Mapping[str, Content]
+) -> list[Task]:
+    """Return the task of plain decoding, that of the heads, and an optional one for each method."""
+    tasks = [plain, replace(plain, engine_args=with_heads, name="vLLM with the heads")]
+    for name, config in compared.items():
+        arguments = {"speculative_config": config}
+        tasks.append(replace(plain, engine_args=arguments, name=f"vLLM, {name}", optional=True))
+    return tasks
 
 
 def _comparer(request: CheckRequest, plain: VLLMTexts) -> Callable[[VLLMTexts], Comparison]:
@@ -202,11 +211,8 @@ def load_study(
         gpus=gpus,
         levels=LEVELS,
     )
-    tasks = [task, replace(task, engine_args=with_heads, name="vLLM with the heads")]
     compared = compared_configs(request)
-    for name, config in compared.items():
-        arguments = {"speculative_config": config}
-        tasks.append(replace(task, engine_args=arguments, name=f"vLLM, {name}", optional=True))
+    tasks = _tasks_of_methods(task, with_heads, compared)
     plain, *others = serve_under_load(tasks, progress.report)
     rows = []
     for name, figures in zip((HEADS, *compared), others, strict=True):

@@ -54,7 +54,8 @@ def _load_row(
     method: ServedMethod, requests: int, plain: Sequence[float], speeds: Sequence[float]
 ) -> LoadRow:
     """Return the row of a load, given the tokens per second of each repeat."""
-    before, after = statistics.median(plain), statistics.median(speeds)
+    before = statistics.median(plain)
+    after = statistics.median(speeds)
     return LoadRow(
         method=method.name,
         requests=requests,

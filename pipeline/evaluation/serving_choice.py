@@ -26,7 +26,7 @@ class Speed(NamedTuple):
     method: str
     tokens_per_second: float
     useful: float
-    range: list[float] | None
+    spread: list[float] | None
 
 
 def serving_choices(rows: Sequence[LoadRow]) -> list[ServingChoice]:
@@ -56,14 +56,14 @@ def _speed(
     method: str,
     tokens_per_second: float | None,
     within_slo: float | None,
-    range: list[float] | None,
+    spread: list[float] | None,
 ) -> Speed:
     """Return a method's speed at one load; without limits all of its tokens are useful."""
     speed = tokens_per_second or 0.0
     share = 1.0 if within_slo is None else within_slo
-    if range is not None:
-        range = [share * each for each in range]
-    return Speed(method, speed, share * speed, range)
+    if spread is not None:
+        spread = [share * each for each in spread]
+    return Speed(method, speed, share * speed, spread)
 
 
 def _choice(requests: int, plain: Speed, best: Speed, second: Speed) -> ServingChoice:
@@ -75,8 +75,8 @@ def _choice(requests: int, plain: Speed, best: Speed, second: Speed) -> ServingC
     if plain.useful:
         speedup = best.useful / plain.useful
     is_beyond_scatter = None
-    if best.range is not None and second.range is not None:
-        is_beyond_scatter = best.range[0] > second.range[1]
+    if best.spread is not None and second.spread is not None:
+        is_beyond_scatter = best.spread[0] > second.spread[1]
     return ServingChoice(
         requests=requests,
         method=best.method,

@@ -8,7 +8,6 @@ from pipeline.report.report import Report
 from pipeline.report.text_table import Table
 
 PLAIN, HEADS = "plain", "heads"
-BEST = " best"
 
 
 def what_to_serve_table(report: Report) -> Table:
@@ -31,15 +30,20 @@ def what_to_serve_table(report: Report) -> Table:
         if row.method == HEADS:
             table.columns.append(f"tokens/s, {count(row.requests)} at a time")
             speed = _speed(row.baseline_tokens_per_second, row.baseline_within_slo)
-            plain.append(speed + BEST * (fastest == PLAIN))
+            plain.append(_marked(speed, fastest == PLAIN))
         speed = _speed(row.tokens_per_second, row.within_slo)
-        cells[row.method].append(speed + BEST * (fastest == row.method))
+        cells[row.method].append(_marked(speed, fastest == row.method))
     for name, row_cells in cells.items():
         if len(row_cells) > 3:
             table.add(*row_cells)
         elif report.studies.load:
             table.note += f" {name} is not measured under load."
     return table
+
+
+def _marked(speed: str, is_best: bool) -> str:
+    """Mark the speed of the fastest method."""
+    return f"{speed} best" if is_best else speed
 
 
 def _speed(tokens_per_second: float | None, within_slo: float | None) -> str:

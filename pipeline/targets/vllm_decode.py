@@ -3,8 +3,8 @@
 Engines run in other processes, so that vLLM changes nothing in the caller. On a CPU one process
 runs all engines but the optional ones, and imports vLLM once. Each optional engine, and on a GPU
 every one, has its own process: its death ends no other, and only the end of a process is certain to
-free a GPU's memory. vLLM proposes the heads' top-1 chain, never a
-tree, so its acceleration rate is below the tree's.
+free a GPU's memory. vLLM proposes the heads' top-1 chain, never a tree, so its acceleration rate is
+below the tree's.
 
 A request's steps are counted from its outputs. The first output is the prefill's token. Each later
 output holds the tokens that one forward of the target has added, cut where the text ends. vLLM's
