@@ -63,7 +63,9 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     settings = request.settings
     prompts = request.prompts
     gpus = request.gpus
-    with_heads, num_tokens = drafting_arguments(request)
+    with_heads = drafting_arguments(request)
+    drafting = heads_config(request)
+    num_tokens = drafting["num_speculative_tokens"]
     progress.begin("vLLM starts", 0)
     task = DecodeTask(
         request.target,
@@ -80,7 +82,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     require_steps(accepted)
     comparison_of = _comparer(request, plain)
     comparison = comparison_of(accelerated)
-    heads = served_method(HEADS, heads_config(request), prompts, accelerated, comparison.match)
+    heads = served_method(HEADS, drafting, prompts, accelerated, comparison.match)
     methods = [heads]
     loads = load_rows_of_check(heads, plain, accelerated)
     for (name, config), texts in zip(compared.items(), others, strict=True):
@@ -159,13 +161,11 @@ def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) ->
     return shares
 
 
-def drafting_arguments(request: CheckRequest) -> tuple[Content, int]:
-    """Return vLLM's arguments to draft with the checked heads, and the number of draft tokens."""
-    config = request.speculative_config
-    if config is not None:
-        return {"speculative_config": dict(config)}, config["num_speculative_tokens"]
-    layout = read_layout(request.export)
-    return layout.engine_args(request.export, request.target.model), layout.num_speculative_tokens
+def drafting_arguments(request: CheckRequest) -> Content:
+    """Return vLLM's arguments to draft with the checked heads."""
+    if request.speculative_config is not None:
+        return {"speculative_config": dict(request.speculative_config)}
+    return read_layout(request.export).engine_args(request.export, request.target.model)
 
 
 def with_expectations(
@@ -202,7 +202,7 @@ def load_study(
     """
     progress.begin("vLLM's server starts", 0, unit="loads")
     settings = request.settings
-    with_heads, _ = drafting_arguments(request)
+    with_heads = drafting_arguments(request)
     task = LoadTask(
         request.target,
         [prompt.ids for prompt in request.prompts],

@@ -17,17 +17,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 FIVE = {"method": "eagle", "num_speculative_tokens": 5}
 
 
-def choice(requests: int, method: str, speedup: float, second: str, margin: float, beyond=None):
-    return ServingChoice(
-        requests=requests,
-        method=method,
-        speedup=speedup,
-        second=second,
-        margin=margin,
-        is_beyond_scatter=beyond,
-    )
-
-
 def report_of(*choices: ServingChoice, failed: str | None = None) -> Report:
     match = GreedyMatch(2, 2, 0)
     methods = [
@@ -60,7 +49,9 @@ def report_of(*choices: ServingChoice, failed: str | None = None) -> Report:
 
 def test_the_fastest_of_each_load_is_marked():
     found = report_of(
-        choice(1, "heads", 1.5, "ngram", 0.1), choice(32, "plain", 1, "heads", 0.1), failed="broken"
+        ServingChoice(requests=1, method="heads", speedup=1.5, second="ngram"),
+        ServingChoice(requests=32, method="plain", speedup=1.0, second="heads"),
+        failed="broken",
     )
     table = what_to_serve_table(found)
     rows = {row[0]: row for row in table.rows}
