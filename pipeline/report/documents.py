@@ -26,11 +26,13 @@ from pipeline.report.check_tables import (
     study_tables,
 )
 from pipeline.report.facts import (
+    Outcome,
     check_outcome,
     headline_table,
     report_subtitle,
     report_title,
     report_warnings,
+    speed_outcomes,
 )
 from pipeline.report.report import Extras, Report
 from pipeline.report.tables import (
@@ -99,12 +101,17 @@ def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
     return tables
 
 
+def report_outcomes(report: Report) -> list[Outcome]:
+    """Return a report's verdicts: of the check, which is about exactness, and on the speed."""
+    return [check_outcome(report), *speed_outcomes(report)]
+
+
 def render_markdown(report: Report, extras: Extras) -> str:
     """Render report.md; text from data is escaped."""
-    outcome = check_outcome(report)
+    outcomes = report_outcomes(report)
     parts = [f"# {escaped(report_title(report))}", escaped(report_subtitle(report))]
-    parts.append(f"**{outcome.text.capitalize()}.**")
-    notes = [*outcome.failures, *report_warnings(report)]
+    parts += [f"**{outcome.text}.**" for outcome in outcomes]
+    notes = [*outcomes[0].failures, *report_warnings(report)]
     if notes:
         parts.append("\n".join(f"- {escaped(note)}" for note in notes))
     tables = report_tables(report, extras)
@@ -123,7 +130,7 @@ def render_html(report: Report, extras: Extras) -> str:
         native=report.native,
         title=report_title(report),
         subtitle=report_subtitle(report),
-        outcome=check_outcome(report),
+        outcomes=report_outcomes(report),
         warnings=report_warnings(report),
         headline=headline_table(report),
         tables=report_tables(report, extras),
@@ -139,12 +146,12 @@ def print_report(report: Report, console: Console, extras: Extras) -> None:
     The tables of the check and of provenance are left out. The output is at most 100 columns wide,
     and has escape codes only in a terminal.
     """
-    outcome = check_outcome(report)
     print_text(report_title(report), console, "bold")
     print_text(report_subtitle(report), console, "dim")
-    print_text(outcome.text, console, COLOURS[outcome.passed])
-    for failure in outcome.failures:
-        print_text(f"- {failure}", console, "red")
+    for outcome in report_outcomes(report):
+        print_text(outcome.text, console, COLOURS[outcome.is_good])
+        for failure in outcome.failures:
+            print_text(f"- {failure}", console, "red")
     for warning in report_warnings(report):
         print_text(f"- {warning}", console, "yellow")
     if report.vllm:

@@ -157,7 +157,7 @@ def test_what_has_not_run_is_called_so():
     tables = cells_of(found["report.md"])
     assert {row[1] for row in tables["Headline"][1:]} == {"not run"}
     assert "not run" in found["report.html"]
-    assert "check not run" in printed({}, {}) and "Heads: not run" in printed({}, {})
+    assert "Check not run" in printed({}, {}) and "Heads: not run" in printed({}, {})
 
 
 def test_every_form_states_the_reasons_of_a_failed_check(report, extras):
@@ -166,6 +166,14 @@ def test_every_form_states_the_reasons_of_a_failed_check(report, extras):
     found = texts(report, extras)
     for text in (found["report.md"], found["report.html"], printed(report, extras, width=100)):
         assert "heck failed" in text and all(failure in text for failure in failures)
+
+
+def test_every_form_states_what_a_passed_check_is_worth(report, extras):
+    report["check"]["native"]["speedup"] = 0.62
+    found = texts(report, extras)
+    for text in (found["report.md"], found["report.html"], printed(report, extras, width=100)):
+        assert "Check passed: greedy text unchanged" in text
+        assert "0.62x natively: slower with heads" in text
 
 
 # --- report.html
