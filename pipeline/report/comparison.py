@@ -20,7 +20,7 @@ from pipeline.report.facts import (
 from pipeline.report.report import Report
 from pipeline.report.text_table import Table
 
-NO_RECIPE = {"run", "placement", "limits", "push"}  # sections that no result depends on
+NO_RECIPE = {"run", "placement", "limits", "report", "push"}  # no result depends on these sections
 LONGEST = 40  # characters of a setting that are shown
 
 

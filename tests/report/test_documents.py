@@ -234,6 +234,13 @@ def test_a_step_has_one_colour_and_its_neighbours_others(report, extras):
     assert "7 tokens in 4 steps: 1.75 a step" in text
 
 
+def test_long_prompts_are_cut(report, extras):
+    extras["samples"][0]["prompt"] = "page" * 50 + "question" * 25 + "\n"
+    assert '<p class="prompt">…' + "question" * 25 + "</p>" in html(report, extras)
+    extras["samples"][0]["prompt"] = "question" * 25
+    assert '<p class="prompt">' + "question" * 25 + "</p>" in html(report, extras)
+
+
 # --- terminal
 
 

@@ -39,6 +39,18 @@ def result_of(run) -> CheckResult:
     return from_json(CheckResult, run.latest("check").summary)
 
 
+def test_a_report_without_text_has_no_answers(copied_run, again):
+    page = copied_run.path / "report.html"
+    again()
+    samples = result_of(copied_run).samples
+    assert page.read_text().count('<p class="answer">') == len(samples) == 2
+    again(report__show_text=False)
+    assert stages_run(copied_run) == []
+    card = (copied_run.latest("export").path / "README.md").read_text()
+    for text in (page.read_text(), card):
+        assert "step by step" not in text and samples[0].prompt.strip() not in text
+
+
 def test_a_failed_check_is_reported_and_another_limit_decodes_nothing(copied_run, again):
     push = {"repo_id": "me/heads", "private": False, "base_model": "owner/target", "dry_run": True}
     for _ in range(2):
