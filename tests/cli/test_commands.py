@@ -45,7 +45,7 @@ def test_help_imports_no_torch():
     assert heavy_imports(["--help"]) == "0 []\n"
 
 
-def test_a_wrong_file_or_key_is_refused_before_torch_is_imported(config_file):
+def test_a_wrong_key_is_refused_before_torch_is_imported(config_file):
     """Nor transformers, Ray or vLLM."""
     words = [
         ["run", f"{config_file}.gone"],
