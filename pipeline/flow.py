@@ -153,9 +153,12 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
         directory.finish({**summary, "seconds": seconds}, upstream)
         context.run.event("stage-finished", stage=stage.name, seconds=seconds)
         line = f"{duration(seconds):<10} {stage.one_line(summary)}"
-    print_stage(context.console, "[green]✓[/]", stage.name, line)
+    is_check = stage is check.STAGE
+    has_failed = is_check and check_failures(directory.summary, context.config)
+    mark = "[red]✗" if has_failed else "[green]✓[/]"  # a failed check's whole line is red
+    print_stage(context.console, mark, stage.name, line)
     context.upstream[stage.name] = directory
-    if stage is check.STAGE:
+    if is_check:
         publish_report(context)
         require_passed(directory, context.config)
     return directory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.check_result import EngineFigures, GreedyMatch, NativeFigures, VllmFigures
@@ -48,18 +49,23 @@ class CheckOutcome:
 
 
 def report_title(report: Report) -> str:
-    """Return the title of a report, which names the target."""
-    return f"Heads for {report.target or 'an unnamed target'}"
+    """Return the title of a report: the run's name."""
+    return report.run.name if report.run else "Unnamed run"
 
 
 def report_subtitle(report: Report) -> str:
-    """Return the subtitle of a report: method, heads, run and date, as far as known."""
-    parts = [report.method]
-    if report.train:
-        parts.append(report.train.recipe)
-    parts.append(report.drafter)
+    """Return the subtitle of a report: heads, recipe, target and date, as far as known.
+
+    A target in a local directory is called by the directory's name.
+    """
+    parts = [report.drafter]
+    if report.train and report.train.recipe:
+        parts.append(f"{report.train.recipe} recipe")
+    if report.target:
+        target = Path(report.target)
+        parts.append(f"target {target.name if target.is_absolute() else target}")
     if report.run:
-        parts += [f"run {report.run.name}", report.run.date]
+        parts.append(report.run.date)
     return ", ".join(part for part in parts if part)
 
 

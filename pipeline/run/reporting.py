@@ -85,27 +85,24 @@ def assemble_report(run: RunDirectory, config: Config, without: Collection[str] 
         if check.drift is not None and check.drift.positions:
             # Training has measured the adapter, the check the published weights.
             train = replace(train, drift=check.drift, adapter_drift=train.drift)
-    facts = RunFacts(
-        name=config.run.name, date=time.strftime("%Y-%m-%d"), fingerprints=fingerprints
-    )
-    skipped = method.skipped_stages(settings) or None
-    machine = check.hardware or hardware()
-    packages = check.versions or versions()
+    kind = head_kind(settings.heads)
     return replace(
         report,
-        run=facts,
+        run=RunFacts(
+            name=config.run.name, date=time.strftime("%Y-%m-%d"), fingerprints=fingerprints
+        ),
         target=config.target.model,
         target_revision=check.target_revision,
         method=settings.method,
         num_heads=settings.num_heads,
-        drafter=f"{settings.num_heads} {head_kind(settings.heads).units}",
+        drafter=f"{kind.title}, {method.effect}, {settings.num_heads} {kind.units}",
         train=train,
-        skipped=skipped,
+        skipped=method.skipped_stages(settings) or None,
         check=check_figures,
         served_model=check.served_model,
         quarantine=quarantine,
-        hardware=machine,
-        versions=packages,
+        hardware=check.hardware or hardware(),
+        versions=check.versions or versions(),
         seconds_by_stage=seconds,
     )
 

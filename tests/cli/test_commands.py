@@ -109,6 +109,7 @@ def test_a_failed_check_is_exit_code_1_after_the_report(command, config_file, co
     ended = command("run", config_file, "check.min_acceleration_rate=9", *INLINE)
     assert ended.code == 1 and "acceleration rate" in one_paragraph(ended.err)
     assert "check failed" in ended.out
+    assert "\n✓ export " in ended.out and "\n✗ check " in ended.out
     status = command("status", copied_run.path).out
     assert states(status) == dict.fromkeys(STAGES, "done") | {"check": "failed"}
     planned = command("plan", config_file, "check.min_acceleration_rate=9").out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.report.check_tables import check_table, methods_table
-from pipeline.report.facts import headline_table, report_warnings
+from pipeline.report.facts import headline_table, report_subtitle, report_title, report_warnings
 from pipeline.report.tables import chain_table, heads_table, sizes_table
 from tests.report.conftest import TREE, typed
 
@@ -95,6 +95,17 @@ def test_the_headline_has_the_search_s_gain(report):
     trees = [{"tree": name, "nodes": 63, "acceleration_rate": r} for name, r in names.items()]
     report["check"]["native"]["studies"]["trees"] = trees
     assert figures_of(report)["Search over stock tree"][0] == "+12.5%"
+
+
+def test_a_report_is_titled_by_its_run(report):
+    report["target"] = "/home/me/models/chat-7b"
+    assert report_title(typed(report)) == "try-3"
+    assert report_subtitle(typed(report)) == (
+        "Medusa heads, model unchanged, 2 heads, target chat-7b, 2024-05-06"
+    )
+    report["train"]["recipe"] = "joint"
+    report["target"] = "owner/chat-7b"
+    assert "2 heads, joint recipe, target owner/chat-7b" in report_subtitle(typed(report))
 
 
 # --- tables
