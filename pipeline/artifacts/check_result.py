@@ -181,7 +181,7 @@ class ServingChoice:
 
 @result
 class ServingAdvice:
-    """What to serve at a range of loads, in a sentence, and the command for it."""
+    """A sentence that says what to serve at a range of loads, and the command for it."""
 
     text: str
     command: str
@@ -209,7 +209,6 @@ class BatchLimits:
 
     Attributes:
         memory_bound_tokens: The tokens up to which a step is bound by memory (B*).
-        gpus: The number of GPUs that share the target.
         sequences: The sequences whose keys and values fit beside the weights (B+).
         sequence_tokens: The length of such a sequence.
     """
@@ -217,7 +216,6 @@ class BatchLimits:
     tflops: float  # 10^12 operations per second
     bandwidth_gbs: float  # 10^9 bytes per second
     memory_bound_tokens: int
-    gpus: int
     sequences: int
     sequence_tokens: int
 

@@ -15,12 +15,14 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from pipeline.errors import EnvironmentFault
+from pipeline.evaluation.batch_limits import batch_limits, gpu_figures
 from pipeline.execution.placement import most_workers
 from pipeline.flow import STAGES
 from pipeline.formatting import duration, rate
 from pipeline.report.text_table import print_grid, wide_console
 from pipeline.run.checks import check_plan, unread_settings
 from pipeline.run.estimate import (
+    CACHED_TOKENS,
     GIB,
     TOLERANCE,
     RunSize,
@@ -28,16 +30,18 @@ from pipeline.run.estimate import (
     check_memory,
     memory_of_stages,
     on_planned_gpus,
+    planned_gpu_memory,
     run_size,
     target_sizes,
 )
 from pipeline.run.resolved import ResolvedRun
 from pipeline.run.stage_status import StageStatus, stage_statuses
-from pipeline.stages.batch_sizes import batch_limits
 from pipeline.stages.generate import check_samples
 from pipeline.storage.atomic import free_disk
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
+from pipeline.targets.sizes import TargetSizes
+from pipeline.targets.spec import cached_numbers
 from pipeline.training.recipe import too_few_steps
 
 ACTIONS = {"done": "kept", "failed": "kept", "skipped": "skip"}  # by a stage's status; else it runs
@@ -76,7 +80,7 @@ def print_plan(run: ResolvedRun) -> None:
     if target is not None:
         memory = memory_of_stages(elsewhere, target, size.positions)
         _print_memory(console, memory)
-        _print_lines(console, _batch_lines(elsewhere))
+        _print_lines(console, _batch_lines(elsewhere, target))
         trained = [stage for stage in memory if stage.stage == "train"]
         checkpoint = decimal(int(max(stage.heads + stage.optimizer for stage in trained)))
         line = f"Disk: {run.config.train.keep_checkpoints} checkpoint(s) of {checkpoint}"
@@ -184,7 +188,7 @@ def _hour_lines(
         yield f"{stage}: at most {duration(seconds)}, at the {measured}."
 
 
-def _batch_lines(run: ResolvedRun) -> Iterator[str]:
+def _batch_lines(run: ResolvedRun, target: TargetSizes) -> Iterator[str]:
     """Yield a line of `plan` on the batches that pay in vLLM, by arithmetic.
 
     There is none if the GPU's peak figures or its memory are unknown. If calibrate will choose the
@@ -194,9 +198,18 @@ def _batch_lines(run: ResolvedRun) -> Iterator[str]:
     name = None
     if placement.gpu_memory_gb is None and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
-    limits = batch_limits(run, name)
-    if limits is None:
+    gpu = gpu_figures(placement, name, target)
+    memory = planned_gpu_memory(run)
+    if gpu is None or memory is None:
         return
+    num_gpus = max(1, run.gpus_of("generate"))
+    limits = batch_limits(
+        gpu,
+        target,
+        memory=num_gpus * memory,
+        cached_bytes=cached_numbers(run.target_config) * target.itemsize,
+        sequence_tokens=min(CACHED_TOKENS, run.context),
+    )
     tokens = limits.memory_bound_tokens
     draft_tokens = run.config.calibrate.draft_tokens
     if draft_tokens == "auto":
@@ -205,7 +218,7 @@ def _batch_lines(run: ResolvedRun) -> Iterator[str]:
         f"By arithmetic, a step on {name or 'such a GPU'} ({limits.tflops:,g} TFLOP/s,"
         f" {limits.bandwidth_gbs:,g} GB/s) is bound by memory up to {tokens:,} tokens:"
         f" {tokens // (draft_tokens + 1):,} requests with {draft_tokens} draft tokens each;"
-        f" the memory of {limits.gpus} GPU(s) holds {limits.sequences:,} sequences of"
+        f" the memory of {num_gpus} GPU(s) holds {limits.sequences:,} sequences of"
         f" {limits.sequence_tokens:,} tokens."
     )
 

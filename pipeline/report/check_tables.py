@@ -314,9 +314,8 @@ def _load_study(report: Report) -> Table:
         table.note += (
             " By arithmetic, a step of this target on this GPU is bound by memory up to"
             f" {count(limits.memory_bound_tokens)} tokens; loads at which it verifies more, one"
-            " token and the drafts of each request, are marked *. The memory of"
-            f" {count(limits.gpus)} GPU(s) holds {count(limits.sequences)} sequences of"
-            f" {count(limits.sequence_tokens)} tokens."
+            " token and the drafts of each request, are marked *. The GPU memory"
+            f" holds {count(limits.sequences)} sequences of {count(limits.sequence_tokens)} tokens."
         )
     for row in report.studies.load or []:
         requests = count(row.requests)

@@ -48,7 +48,7 @@ def what_to_serve_table(report: Report) -> Table:
 def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
     """Return the sentences below the verdicts: what the columns mean, and what is missing."""
     remarks = [
-        "Per step: tokens kept per forward of the target,."
+        "Per step: tokens kept per forward of the target."
         " Identical: greedy answers equal to plain vLLM's. Best: the fastest at this load."
     ]
     if any("RUN_DIR" in advice.command for advice in vllm.advice or []):

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.check_result import (
+    BatchLimits,
     CheckResult,
     Limits,
     ServedModel,
@@ -41,6 +42,7 @@ from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import read_questions
 from pipeline.evaluation.answer_files import read_answers, write_answers, write_model_answers
+from pipeline.evaluation.batch_limits import batch_limits, gpu_figures
 from pipeline.evaluation.measuring import AnswerLines, check_with_engine, join_engines
 from pipeline.evaluation.original import compare_with_original
 from pipeline.evaluation.prompts import (
@@ -61,14 +63,15 @@ from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
 from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage, reads
+from pipeline.run.estimate import CACHED_TOKENS, planned_gpu_memory, target_sizes
 from pipeline.run.resolved import ENGINE_SECTIONS
-from pipeline.stages.batch_sizes import batch_limits
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
 from pipeline.targets.spec import (
     TargetSpec,
+    cached_numbers,
     context_length,
     model_config,
     quantization_format,
@@ -184,9 +187,29 @@ class CheckEngines:
             figures = replace(figures, studies=Studies(load=load), failed_loads=failed or None)
             gpus = (result.hardware or {}).get("gpus")
             if gpus:
-                limits = batch_limits(self.context.resolved, gpus[0])
-                figures = replace(figures, batch_limits=limits)
+                figures = replace(figures, batch_limits=self.batch_limits(gpus[0]))
         return figures
+
+    def batch_limits(self, gpu: str) -> BatchLimits | None:
+        """Return the limits of a batch on the GPU that decoded, by its name.
+
+        The result is None if the GPU's figures, its memory or the target's size are unknown.
+        """
+        run = self.context.resolved
+        target = target_sizes(run)
+        memory = planned_gpu_memory(run)
+        if target is None or memory is None:
+            return None
+        figures = gpu_figures(run.config.placement, gpu, target)
+        if figures is None:
+            return None
+        return batch_limits(
+            figures,
+            target,
+            memory=memory * run.gpus_of("generate"),
+            cached_bytes=cached_numbers(run.target_config) * target.itemsize,
+            sequence_tokens=min(CACHED_TOKENS, run.context),
+        )
 
     def with_served_model(self, request: CheckRequest, result: CheckResult) -> CheckResult:
         """Repeat the check on the served copy of the target; add the copy's figures to the result.

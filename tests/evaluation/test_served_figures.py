@@ -49,7 +49,7 @@ def test_one_prompt_has_one_load():
     assert [row.requests for row in load_rows_of_check(method, texts, texts)] == [1]
 
 
-def test_a_few_prompts_are_decoded_in_turn_and_some_of_each_category():
+def test_a_few_prompts_of_each_category_are_decoded_in_turn():
     of_no_category = [Prompt(str(place), [place]) for place in range(9)]
     assert prompts_in_turn(of_no_category) == [*range(8)]
     prompts = [Prompt(str(place), [place], "ab"[place > 5]) for place in range(8)]

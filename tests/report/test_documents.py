@@ -133,14 +133,13 @@ def test_loads_bound_by_computation_are_marked(report, extras):
         "tflops": 60,
         "bandwidth_gbs": 200,
         "memory_bound_tokens": 300,
-        "gpus": 2,
         "sequences": 17,
         "sequence_tokens": 4096,
     }
     text = texts(report, extras)["report.md"]
     assert [row[1] for row in cells_of(text)["Study: load"][1:]] == ["50", "51 *", "50", "51"]
     assert "bound by memory up to 300 tokens" in text
-    assert "memory of 2 GPU(s) holds 17 sequences of 4,096 tokens" in text
+    assert "GPU memory holds 17 sequences of 4,096 tokens" in text
 
 
 def test_markdown_shows_hostile_names_as_text(report):

@@ -16,7 +16,7 @@ from pipeline.artifacts.json_form import from_json
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
 from pipeline.stages import check
-from pipeline.stages.batch_sizes import batch_limits
+from pipeline.stages.check import CheckEngines
 from tests.flows.tiny import (
     NEW_TOKENS,
     context_of,
@@ -213,8 +213,8 @@ def test_a_bound_is_that_of_the_gpu_that_decoded(make_config, tmp_path):
 
     def bound(dtype: str, gpu: str, **changes: object) -> int | None:
         changes = {"placement__gpu_memory_gb": 24, **changes}
-        run = context_of(make_config(tmp_path, target__dtype=dtype, **changes)).resolved
-        limits = batch_limits(run, gpu)
+        context = context_of(make_config(tmp_path, target__dtype=dtype, **changes))
+        limits = CheckEngines(context, None, None, None).batch_limits(gpu)
         return limits and limits.memory_bound_tokens
 
     assert bound("bfloat16", "NVIDIA L4") == 403
