@@ -46,13 +46,15 @@ GPUS = {
     "NVIDIA H100 PCIe": GpuFigures(756.5, 2000),
     # https://www.nvidia.com/en-us/data-center/h200/ (SXM; 1,979 with sparsity)
     "NVIDIA H200": GpuFigures(989.5, 4800),
-    # https://resources.nvidia.com/en-us-blackwell-architecture (HGX B200; 4,500 with it)
-    "NVIDIA B200": GpuFigures(2250, 8000),
+    # https://resources.nvidia.com/en-us-blackwell-architecture (HGX B200; 4,500 with sparsity)
+    # 7,680 bits at 8 Gbit/s: https://github.com/pytorch/ao/pull/4002 (DGX B200's page: 8 TB/s)
+    "NVIDIA B200": GpuFigures(2250, 7700),
     # https://www.nvidia.com/en-us/data-center/l4/ (242 with sparsity)
     "NVIDIA L4": GpuFigures(121, 300),
     # https://www.nvidia.com/en-us/data-center/l40s/
     "NVIDIA L40S": GpuFigures(362.05, 864),
     # https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf
+    # (140 with sparsity; the A10, another board, has 125)
     "NVIDIA A10G": GpuFigures(70, 600),
     # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
     "NVIDIA GeForce RTX 4090": GpuFigures(165.2, 1008),
