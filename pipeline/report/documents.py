@@ -20,10 +20,10 @@ from pipeline.report.check_tables import (
     categories_table,
     check_table,
     exact_match_table,
-    methods_by_category_table,
     methods_table,
     served_model_table,
     study_tables,
+    tables_by_category,
 )
 from pipeline.report.facts import (
     Outcome,
@@ -87,7 +87,7 @@ def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
     }
     optional = {
         "categories": categories_table(report),
-        "methods_by_category": methods_by_category_table(report),
+        **tables_by_category(report),
         "exact_match": exact_match_table(report),
         "served_model": served_model_table(report),
         "drift": drift_table(report),
@@ -155,8 +155,9 @@ def print_report(report: Report, console: Console, extras: Extras) -> None:
     for warning in report_warnings(report):
         print_text(f"- {warning}", console, "yellow")
     if report.vllm:
-        for sentence in report.vllm.advice or []:
-            print_text(sentence, console, "")
+        for advice in report.vllm.advice or []:
+            print_text(advice.text, console, "")
+            print_text(f"  {advice.command}", console, "dim")
     tables = report_tables(report, extras)
     stages, quarantine = tables.pop("stages"), tables.pop("quarantine")
     del tables["serve"], tables["check"], tables["provenance"]

@@ -223,14 +223,14 @@ def test_a_served_copy_has_the_dtype_of_its_workers(
 def test_a_bound_is_that_of_the_gpu_that_decoded(make_config, tmp_path):
     """121 x 2 / (2 x 0.3) = 403 tokens on an L4, in bfloat16."""
 
-    def bound(dtype: str, gpus: list[str], **changes: object) -> int | None:
+    def bound(dtype: str, gpu: str, **changes: object) -> int | None:
+        changes = {"placement__gpu_memory_gb": 24, **changes}
         context = context_of(make_config(tmp_path, target__dtype=dtype, **changes))
-        engines = CheckEngines(context, None, None, None)
-        return engines.memory_bound_tokens(CheckResult(hardware={"gpus": gpus}))
+        limits = CheckEngines(context, None, None, None).batch_limits(gpu)
+        return limits and limits.memory_bound_tokens
 
-    assert bound("bfloat16", ["NVIDIA L4"]) == 403
-    assert bound("float32", ["NVIDIA L4"]) is None
-    assert bound("bfloat16", ["another"]) is None
+    assert bound("bfloat16", "NVIDIA L4") == 403
+    assert bound("float32", "NVIDIA L4") is None
+    assert bound("bfloat16", "another") is None
     given = {"placement__gpu_tflops": 60, "placement__gpu_bandwidth_gbs": 300}
-    assert bound("bfloat16", ["another"], **given) == 200
-    assert bound("bfloat16", [], **given) is None, "a CPU"
+    assert bound("bfloat16", "another", **given) == 200
