@@ -12,6 +12,8 @@ DEMO := $(if $(filter medusa,$(HEADS)),$(METHOD),$(HEADS)$(if $(filter medusa-1,
 BIN := $(VENV)/bin
 LOCK := requirements-$(ACCELERATOR).lock
 STAMP := $(VENV)/.installed-$(ACCELERATOR)
+DOCS := .venv-docs
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs
 OTHER := $(filter-out $(ACCELERATOR),$(INSTALLED))
 
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes would compile the same files
@@ -19,10 +21,10 @@ unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes would compile the same
 # Compiled once, and not by every process for itself.
 TESTS := $(BIN)/python -m compileall -q -j 0 pipeline benchmarks flows && $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: help install demo test lint check bench format clean
+.PHONY: help install demo test lint check bench docs docs-serve format clean
 
 help:               ## this list
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 install: $(STAMP)   ## install into .venv (ACCELERATOR=cpu or cuda; by default what is there, else cpu)
 
@@ -50,9 +52,20 @@ check: lint         ## lint and the fast tests: before every commit
 bench: install      ## the measured claims, into benchmarks/results
 	$(BIN)/python -m benchmarks.run
 
+$(DOCS)/.installed: requirements-docs.lock
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python scripts/install.py $< $(PIP_FLAGS)
+	touch $@
+
+docs: $(DOCS)/.installed  ## the docs site, into site/ (a dead link or anchor fails)
+	$(MKDOCS) build --strict
+
+docs-serve: $(DOCS)/.installed  ## the docs site on localhost, as it is edited
+	$(MKDOCS) serve
+
 format: install     ## let ruff tidy up
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:              ## remove the demo's runs
-	rm -rf runs
+clean:              ## remove the demo's runs and the docs site
+	rm -rf runs site

@@ -153,9 +153,12 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
         directory.finish({**summary, "seconds": seconds}, upstream)
         context.run.event("stage-finished", stage=stage.name, seconds=seconds)
         line = f"{duration(seconds):<10} {stage.one_line(summary)}"
-    print_stage(context.console, "[green]✓[/]", stage.name, line)
+    is_check = stage is check.STAGE
+    has_failed = is_check and check_failures(directory.summary, context.config)
+    mark = "[red]✗" if has_failed else "[green]✓[/]"  # a failed check's whole line is red
+    print_stage(context.console, mark, stage.name, line)
     context.upstream[stage.name] = directory
-    if stage is check.STAGE:
+    if is_check:
         publish_report(context)
         require_passed(directory, context.config)
     return directory
@@ -206,8 +209,8 @@ def push_run(
 
     Raises:
         CheckFailed: The check failed.
-        ConfigError: There is no run, one of the stages that push reads is unfinished, or no
-            repository is named.
+        ConfigError: There is no run, one of the stages that push reads is unfinished, no repository
+            is named, or the heads' base model is local.
         DataError: The run's stages were not made from one another.
         MedusaDistillError: The upload is refused or fails.
     """

@@ -18,8 +18,8 @@ Make = Callable[..., subprocess.CompletedProcess]
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
     """`make(installed, *words)` in a copy whose environment holds that build already."""
-    for name in ("Makefile", "pyproject.toml", "requirements-cpu.lock", "requirements-cuda.lock"):
-        shutil.copy(ROOT / name, tmp_path)
+    for path in (ROOT / "Makefile", ROOT / "pyproject.toml", *ROOT.glob("requirements-*.lock")):
+        shutil.copy(path, tmp_path)
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -51,6 +51,11 @@ def test_another_build_is_not_installed_over_the_present_one(make, tmp_path, ins
 def test_without_a_word_the_build_that_is_there_stays(make, installed):
     ended = make(installed, "--dry-run", "test")
     assert ended.returncode == 0 and "install" not in ended.stdout and "pytest" in ended.stdout
+
+
+def test_docs_are_built_strictly_in_their_own_environment(make):
+    planned = make("cpu", "--dry-run", "docs").stdout
+    assert ".venv-docs/bin/mkdocs build --strict" in planned and ".venv/" not in planned
 
 
 def install(lock: Path, *options: str) -> subprocess.CompletedProcess:

@@ -156,7 +156,7 @@ class Run:
         return replay(held_out_ranks(text, top), chosen).acceleration_rate
 
     def accuracies(self) -> list[list[float]]:
-        """Return how often the r-th guess of each head is right, as shares, [heads][ranks].
+        """Return how often the r-th guess of each head is right, as shares, `[heads][ranks]`.
 
         They were measured by calibrate, on held-out rows or on `calibrate.data`.
         """

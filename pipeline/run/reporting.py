@@ -30,22 +30,22 @@ def publish_report(context: Context) -> None:
     config = context.config
     report = assemble_report(context.run, config)
     extras = drawing_data(context.run)
+    if not config.report.show_text:
+        extras = replace(extras, samples=[])
     for name, text in report_texts(report, extras).items():
         write_text(context.run.path / name, text)
-    export = context.run.latest("export")
-    if export is not None:
-        to = context.resolved.repositories
-        tuned = context.resolved.method.tunes_backbone
-        published = Published(
-            report,
-            config,
-            repo_id=to.heads,
-            base_model=to.backbone if tuned else config.target.model,
-            tuned=tuned,
-            licence=Licence(config.push.license) if config.push.license else None,
-            data_set=to.data_set,
-        )
-        write_text(export.path / "README.md", model_card(published))
+    to = context.resolved.repositories
+    tuned = context.resolved.method.tunes_backbone
+    published = Published(
+        report,
+        config,
+        repo_id=to.heads,
+        base_model=to.backbone if tuned else config.target.model,
+        tuned=tuned,
+        licence=Licence(config.push.license) if config.push.license else None,
+        data_set=to.data_set,
+    )
+    write_text(context.upstream["export"].path / "README.md", model_card(published))
     print_report(report, context.console, extras)
 
 
@@ -85,27 +85,24 @@ def assemble_report(run: RunDirectory, config: Config, without: Collection[str] 
         if check.drift is not None and check.drift.positions:
             # Training has measured the adapter, the check the published weights.
             train = replace(train, drift=check.drift, adapter_drift=train.drift)
-    facts = RunFacts(
-        name=config.run.name, date=time.strftime("%Y-%m-%d"), fingerprints=fingerprints
-    )
-    skipped = method.skipped_stages(settings) or None
-    machine = check.hardware or hardware()
-    packages = check.versions or versions()
+    kind = head_kind(settings.heads)
     return replace(
         report,
-        run=facts,
+        run=RunFacts(
+            name=config.run.name, date=time.strftime("%Y-%m-%d"), fingerprints=fingerprints
+        ),
         target=config.target.model,
         target_revision=check.target_revision,
         method=settings.method,
         num_heads=settings.num_heads,
-        drafter=f"{settings.num_heads} {head_kind(settings.heads).units}",
+        drafter=f"{kind.title}, {method.effect}, {settings.num_heads} {kind.units}",
         train=train,
-        skipped=skipped,
+        skipped=method.skipped_stages(settings) or None,
         check=check_figures,
         served_model=check.served_model,
         quarantine=quarantine,
-        hardware=machine,
-        versions=packages,
+        hardware=check.hardware or hardware(),
+        versions=check.versions or versions(),
         seconds_by_stage=seconds,
     )
 

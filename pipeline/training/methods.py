@@ -32,6 +32,7 @@ class Method(ABC):
     """Base class of the training methods (`train.method`), which train heads of any kind."""
 
     name: ClassVar[str]
+    effect: ClassVar[str]  # on the target, in the report
     tunes_backbone: ClassVar[bool] = False
     """Whether training changes the backbone. If so, the tuned backbone is exported, checked and
     published with the heads, and calibrate computes held-out states with it."""
@@ -102,6 +103,7 @@ class HeadsOnly(Method):
     """Medusa-1: heads on the frozen backbone, from the cached states (paper 2.2.1)."""
 
     name = "medusa-1"
+    effect = "model unchanged"
 
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
         """Return the stage that Medusa-1 training reads: `features`."""
@@ -121,6 +123,7 @@ class HeadsAndBackbone(Method):
     """
 
     name = "medusa-2"
+    effect = "model tuned with them (Medusa-2)"
     tunes_backbone = True
     sections = ("backbone",)
     advice = (

@@ -72,9 +72,15 @@ def test_every_page_is_linked_from_the_readme():
         assert f"docs/{page.name}" in text("README.md"), page.name
 
 
+def test_every_page_is_in_the_site_s_navigation():
+    navigation = text("mkdocs.yml").partition("\nnav:\n")[2].partition("\ntheme:\n")[0]
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"- {page.name}\n" in navigation, page.name
+
+
 @pytest.mark.parametrize("page", PROSE)
 def test_every_command_exists_and_every_file_that_it_runs(page):
-    targets = re.findall(r"^([a-z]+):", text("Makefile"), flags=re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", text("Makefile"), flags=re.MULTILINE)
     for line in commands(page):
         words = line.split()
         if words[0] == "make":
@@ -145,6 +151,12 @@ def test_the_configuration_page_lists_every_key():
     page = text("docs/configuration.md").partition("<!-- keys -->")[2]
     keys = page.partition("<!-- /keys -->")[0].strip()
     assert keys == reference(), "run python scripts/write_keys.py"
+
+
+def test_the_commands_page_lists_every_option():
+    names = runpy.run_path(str(ROOT / "scripts" / "write_commands.py"))
+    page = text("docs/commands.md").partition(names["BEGIN"])[2].partition(names["END"])[0]
+    assert page == names["options"](), "run python scripts/write_commands.py"
 
 
 def test_pictures_are_what_the_script_draws():

@@ -145,6 +145,8 @@ def test_cards_of_backbone_and_heads_state_its_drift():
     assert (data.base_model, data["base_model_relation"]) == ("owner/original", "finetune")
     assert ModelCard(heads).data.base_model == "me/tuned"
     assert "0.0123" not in card_of()
+    unchanged = "the model itself is unchanged."
+    assert unchanged in card_of() and unchanged not in heads
 
 
 # --- commands

@@ -48,7 +48,7 @@ REPORT: dict[str, Any] = {
     "target": "someone/chat-7b",
     "method": "medusa-1",
     "num_heads": 2,
-    "drafter": "2 heads",
+    "drafter": "Medusa heads, model unchanged, 2 heads",
     "run": {"name": "try-3", "date": "2024-05-06", "fingerprints": {"seeds": "a91c02be"}},
     "seeds": {"rows": 1200, "quarantined": 17},
     "generate": {"rows": 1180, "quarantined": 20, "tokens": 345678, "tokens_per_second": 2410.4},
