@@ -74,7 +74,7 @@ class EnvironmentFault(MedusaDistillError, RuntimeError):
 class Interrupted(MedusaDistillError):
     """A signal ended a command or run cleanly; the exit code is 128 plus the signal's number."""
 
-    def __init__(self, signum: int, what: str, fix: str | None = None):
-        super().__init__(what, signal.Signals(signum).name, fix)
-        self.args = (signum, what, fix)
+    def __init__(self, signum: int, fix: str | None = None):
+        super().__init__(f"Stopped by {signal.Signals(signum).name}.", fix=fix)
+        self.args = (signum, fix)
         self.exit_code = 128 + signum

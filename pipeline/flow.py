@@ -209,8 +209,8 @@ def push_run(
 
     Raises:
         CheckFailed: The check failed.
-        ConfigError: There is no run, one of the stages that push reads is unfinished, or no
-            repository is named.
+        ConfigError: There is no run, one of the stages that push reads is unfinished, no repository
+            is named, or the heads' base model is local.
         DataError: The run's stages were not made from one another.
         MedusaDistillError: The upload is refused or fails.
     """

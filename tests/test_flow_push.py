@@ -227,9 +227,10 @@ def test_a_dry_run_shows_what_would_go_and_touches_nothing(copied_run, hub, monk
     code = ends_well(lambda: app(words, standalone_mode=False))
     for name, handler in handlers.items():
         signal.signal(name, handler)
-    out = capsys.readouterr().out
-    assert code == 0 and hub.requests == [] and sorted(copied_run.path.rglob("*")) == before
-    assert all(f"  {name}" in out for name in EXPORTED) and "push.base_model" in out
+    out, err = capsys.readouterr()
+    assert code == 2 and "pass --base-model ORG/NAME" in err
+    assert hub.requests == [] and sorted(copied_run.path.rglob("*")) == before
+    assert all(f"  {name}" in out for name in EXPORTED)
 
 
 def test_a_local_target_is_never_named_to_the_hub(copied_run, hub, tmp_path):

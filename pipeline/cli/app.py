@@ -76,4 +76,5 @@ def options(
 
 def main() -> None:
     """Run the command line `medusa-distill` and exit with its code."""
-    sys.exit(ends_well(lambda: app(standalone_mode=False)))
+    commits = sys.argv[1:2] in (["run"], ["push"])
+    sys.exit(ends_well(lambda: app(standalone_mode=False), commits=commits))

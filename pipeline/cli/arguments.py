@@ -10,7 +10,7 @@ from typer import Argument, Option
 RunArgument = Annotated[Path, Argument(help="A run's directory, such as runs/demo.")]
 TargetSettings = Annotated[
     list[str] | None,
-    Argument(help="Settings of the target as in a run, such as target.dtype=bfloat16."),
+    Argument(help="target.KEY=VALUE as in a run, such as target.dtype=bfloat16."),
 ]
 Gpus = Annotated[
     int | None,

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rich.console import Console
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from pipeline.cli.arguments import Gpus, TargetSettings
+from pipeline.config.load import target_settings
 from pipeline.errors import ConfigError
 
 
 def chat(
+    context: Context,
     export_dir: Annotated[
         Path, Argument(help="An export: RUN_DIR/latest/export, or a copy of it.")
     ],
@@ -53,9 +55,9 @@ def chat(
     Example: medusa-distill chat runs/demo/latest/export, and again with --plain.
     Example: medusa-distill chat EXPORT target.template_arguments.enable_thinking=false
     """
-    from pipeline.api.models import load_export, load_target  # --help does not wait for torch
+    given = target_settings(settings or (), context.params)
+    from pipeline.api.models import load_export, load_target  # a wrong setting does not wait
     from pipeline.cli.chat_session import ChatSession, Sampling
-    from pipeline.config.load import target_settings
     from pipeline.decoding.acceptance import acceptance_rule
     from pipeline.export.layout import target_of
 
@@ -67,7 +69,6 @@ def chat(
             "--system",
             "Type it in a terminal whose encoding is UTF-8.",
         ) from None
-    given = target_settings(settings or ())
     if plain:
         target = load_target(base_model or target_of(export_dir), gpus=gpus, **given)
         decoder = target.decoder()

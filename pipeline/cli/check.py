@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from pipeline.cli.arguments import Gpus, TargetSettings
+from pipeline.config.load import target_settings
 from pipeline.errors import CheckFailed
 from pipeline.formatting import visible
 from pipeline.storage.atomic import write_json, write_text
@@ -21,6 +22,7 @@ class Engine(StrEnum):
 
 
 def check(
+    context: Context,
     heads: Annotated[
         str,
         Argument(help="A directory of heads, or a Hub id: an export, Medusa heads, EAGLE-1."),
@@ -56,11 +58,11 @@ def check(
 
     Example: medusa-distill check FasterDecoding/medusa-vicuna-7b-v1.3 --target lmsys/vicuna-7b-v1.3
     """
-    import torch  # --help does not wait for it
+    given = target_settings(settings or (), context.params)
+    import torch  # a wrong setting does not wait for it
 
     from pipeline.artifacts.json_form import to_json
     from pipeline.config import CheckConfig, TargetConfig
-    from pipeline.config.load import target_settings
     from pipeline.evaluation.answer_files import write_answers
     from pipeline.evaluation.measuring import BUNDLED, measure_heads
     from pipeline.execution.progress import Meter, ProgressReporter
@@ -79,7 +81,7 @@ def check(
     if out:
         out.mkdir(parents=True, exist_ok=True)  # fails before anything is measured
     gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
-    wanted = TargetConfig(model=target, **target_settings(settings or ()))
+    wanted = TargetConfig(model=target, **given)
     with Meter(Console(stderr=True), "check") as meter:
         measured, answers = measure_heads(
             heads,

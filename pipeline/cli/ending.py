@@ -30,13 +30,16 @@ UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def ends_well(story: Callable[[], Any]) -> int:
+def ends_well(story: Callable[[], Any], *, commits: bool = True) -> int:
     """Run a command or flow, print its error if it fails, and return the exit code.
 
     The exit code is that of the error or signal that ended `story`, else its result if that is an
     int, else 0. From now on known secrets are redacted in log records, and SIGTERM, SIGINT and
     SIGHUP are handled: the first signal stops the command cleanly, the same one again ends the
     process. Under nohup, SIGHUP stays ignored.
+
+    Args:
+        commits: Whether `story` commits results, and can continue after a signal.
     """
     stops = []
     keep_out_of_logs()
@@ -44,8 +47,8 @@ def ends_well(story: Callable[[], Any]) -> int:
     def stop(signum: int, frame: FrameType | None) -> None:
         """Store the signal, and interrupt the command."""
         signal.signal(signum, signal.SIG_DFL)  # a second signal ends the process at once
-        fix = "What was committed is kept; the same command continues."
-        stops.append(Interrupted(signum, "Stopped.", fix))
+        fix = "What was committed is kept; the same command continues." if commits else None
+        stops.append(Interrupted(signum, fix))
         raise KeyboardInterrupt  # while Ray waits it lets no other exception through
 
     for signum in STOPS:
@@ -80,10 +83,10 @@ def _print_error(error: BaseException) -> int:
         text, code = _defect_message(error), UNEXPECTED
     if code == 128 + signal.SIGPIPE:  # as with `| head`: the reader has gone
         return code
-    mark = "[yellow]stopped:[/]" if isinstance(error, Interrupted) else "[red]error:[/]"
     console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
     with contextlib.suppress(OSError):  # stderr may be gone as well
-        console.print(mark, end=" ")
+        if not isinstance(error, Interrupted):
+            console.print("[red]error:[/]", end=" ")
         console.print(visible(" ".join(redacted(text).split())), markup=False)
         if os.environ.get("MEDUSA_DISTILL_TRACEBACK"):
             console.print(visible(_traceback(error)), markup=False)
@@ -160,7 +163,7 @@ class _Output:
             with contextlib.suppress(OSError, ValueError):  # drop the rest of the buffer
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             if isinstance(error, BrokenPipeError):
-                raise Interrupted(signal.SIGPIPE, "The reader of the output has gone.") from None
+                raise Interrupted(signal.SIGPIPE) from None
             raise EnvironmentFault(
                 f"Standard output cannot be written: {error.strerror or error}.",
                 "standard output",

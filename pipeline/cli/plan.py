@@ -12,9 +12,9 @@ def plan(config: ConfigArgument, overrides: Overrides = None) -> None:
     Fails with exit code 2, 3 or 4 where `run` would. Starts and writes nothing. Of a target on the
     Hub, only the configuration is fetched.
     """
-    from pipeline.cli.plan_output import print_plan  # imports torch, and --help does not wait
+    settings = load_config(config, overrides or ())
+    from pipeline.cli.plan_output import print_plan  # imports torch: a wrong key does not wait
     from pipeline.flow import wanted_stages
     from pipeline.run.resolved import resolve_run
 
-    settings = load_config(config, overrides or ())
     print_plan(resolve_run(settings, wanted_stages(settings)))

@@ -28,6 +28,7 @@ def run(
     Example: medusa-distill run configs/qwen2.5-7b.yaml seeds.sources=prompts.jsonl
         train.num_heads=4 --until train
     """
-    from pipeline.flow import run_flow  # torch and transformers: --help does not wait for them
+    settings = load_config(config, overrides or ())
+    from pipeline.flow import run_flow  # torch and transformers: a wrong key does not wait for them
 
-    run_flow(load_config(config, overrides or ()), until=until, executor=executor, fresh=fresh)
+    run_flow(settings, until=until, executor=executor, fresh=fresh)

@@ -11,7 +11,7 @@ import difflib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -98,8 +98,12 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     return validate(settings, file)
 
 
-def target_settings(words: Iterable[str]) -> PlainData:
+def target_settings(words: Iterable[str], options: Container[str] = ()) -> PlainData:
     """Parse and validate `target.key=value` overrides.
+
+    Args:
+        words: The overrides.
+        options: The names of the command's own options, which the error for another key suggests.
 
     Returns:
         The given settings of the section `target`, without defaults.
@@ -112,11 +116,12 @@ def target_settings(words: Iterable[str]) -> PlainData:
     for word in words:
         _override(settings, word)
         if len(settings) > 1 or "model" in settings["target"]:
-            raise ConfigError(
-                f"Only settings of the target are read here, and not '{word}'.",
-                "command line",
-                "The model itself has an option of its own (see --help).",
-            )
+            key, _, value = word.partition("=")
+            name = key.rpartition(".")[2]
+            fix = "Write target.KEY=VALUE; the model and all else have options (see --help)."
+            if name in options:
+                fix = f"Use --{name.replace('_', '-')} {value}."
+            raise ConfigError(f"'{word}' is not read by this command.", "command line", fix)
     found = settings["target"]
     try:
         TargetConfig.model_validate({"model": "any"} | found)

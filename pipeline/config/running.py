@@ -90,12 +90,13 @@ class PlacementConfig(Section):
     generate: PlacementOf = Field(default_factory=PlacementOf, description="Workers of generate.")
     features: PlacementOf = Field(default_factory=PlacementOf, description="Workers of features.")
     train: PlacementOf = Field(default_factory=PlacementOf, description="Workers of train.")
-    gpu_memory_gb: PositiveFloat | None = Field(
+    gpu_memory_gb: float | None = Field(
         None,
         description=(
-            "Nominal memory of each GPU in GB (80 for an H100), to plan for GPUs that this machine"
-            " does not have. Default: that of this machine's GPUs."
+            "Nominal memory of each GPU in GB (80 for an H100, at least 1), to plan for GPUs that"
+            " this machine does not have. Default: that of this machine's GPUs."
         ),
+        ge=1,
     )
     gpu_tflops: PositiveFloat | None = Field(
         None,

@@ -197,21 +197,17 @@ class SourceReader:
         start = sum(count.rows for count in self.read)
         count = FileCount(name)
         self.read.append(count)
-        found = "It is empty."
+        what = "This source is empty."
         for row in rows:
             outcome = self._parse_row(row, start + count.rows)
             if isinstance(outcome, Conversation):
                 count.conversations += 1
-            elif found == "It is empty.":
-                found = f"The first rejected row: {outcome.detail}"
+            elif count.rows == 0:
+                what = f"No row is a conversation. The first one: {outcome.detail}"
             count.rows += 1
             yield outcome
         if count.conversations == 0:
-            raise DataError(
-                f"There is no conversation data in it. {found}",
-                where,
-                f"Expected {EXPECTED}.",
-            )
+            raise DataError(what, where, f"Expected {EXPECTED}.")
 
     def _parse_row(self, row: Any, number: int) -> Row:
         """Parse a raw seed row, and give it the id `name:number`."""

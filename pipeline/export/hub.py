@@ -102,13 +102,6 @@ class Upload(ABC):
         """Select the file names in a Hub repository that the commit deletes; by default none."""
         return []
 
-    @property
-    def missing(self) -> list[str]:
-        """Descriptions of the settings that an upload to the Hub needs and that are missing."""
-        if self.base_model and os.path.isabs(self.base_model):
-            return ["the Hub id of the target (push.base_model): nobody else can load a local one"]
-        return []
-
     def receipt(self, private: bool) -> Receipt:
         """Return the receipt of an upload to the Hub: repository, privacy, base model and files."""
         files = []
@@ -123,11 +116,20 @@ class Upload(ABC):
         }
 
     def dry_run(self, private: bool) -> Receipt:
-        """Return the receipt of an upload to the Hub that is not sent, with the `missing` settings.
+        """Return the receipt of an upload to the Hub that is not sent.
 
         The commit is None. No network is needed.
         """
-        return {**self.receipt(private), "dry_run": True, "commit": None, "missing": self.missing}
+        return {**self.receipt(private), "dry_run": True, "commit": None}
+
+    def require_base_model(self) -> None:
+        """Raise ConfigError if the base model is local, so that nobody else can load it."""
+        if self.base_model and os.path.isabs(self.base_model):
+            raise ConfigError(
+                "The push needs the target's Hub id: nobody else can load a local target.",
+                self.base_model,
+                "Publish the target, then pass --base-model ORG/NAME (push.base_model).",
+            )
 
     def require_publishable(self) -> None:
         """Refuse an upload to the Hub with a local base model, or a local path in a file.
@@ -138,12 +140,7 @@ class Upload(ABC):
             ConfigError: The base model is local.
             DataError: A file contains one of `local_paths`.
         """
-        if self.missing:
-            raise ConfigError(
-                f"The push lacks {self.missing[0]}.",
-                self.base_model,
-                "Publish the target first, then push with push.base_model=USER/NAME.",
-            )
+        self.require_base_model()
         for file in self.files:
             if Path(file.path_in_repo).suffix in WEIGHT_SUFFIXES:
                 continue
@@ -406,11 +403,10 @@ def _verified_files(
 
 
 def print_dry_run(console: Console, receipts: Mapping[str, Receipt]) -> None:
-    """Print what a push would send: repositories, files with their sizes, and missing settings."""
+    """Print what a push would send: repositories, and files with their sizes."""
     for part in receipts.values():
         visibility = "private" if part["private"] else "public"
         lines = [f"Would push to {part['repo']} ({visibility}), as one commit:"]
         for file in part["files"]:
             lines.append(f"  {file['size']:>14,} bytes  {visible(file['path'])}")
-        lines += [f"Still missing: {missing}" for missing in part["missing"]]
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)

@@ -65,6 +65,7 @@ def push(
         The receipts of the uploads by name: `data_set`, `backbone`, `heads`.
 
     Raises:
+        ConfigError: The heads' base model is local. A dry run prints the uploads before.
         MedusaDistillError: An upload is refused or fails.
     """
     config, settings = context.config, context.config.push
@@ -111,6 +112,8 @@ def push(
         if dry_run:
             receipts = {name: each.dry_run(settings.private) for name, each in uploads.items()}
             print_dry_run(context.console, receipts)
+            for upload in uploads.values():
+                upload.require_base_model()
             return receipts
         return send_all(uploads, private=settings.private)
 

@@ -182,7 +182,7 @@ def too_few_steps(recipes: Sequence[Recipe]) -> str | None:
     if fewest >= FEW_STEPS:
         return None
     return (
-        f"{fewest:,} optimizer steps are too few: heads of less than {FEW_STEPS} guess hardly"
+        f"Too few optimizer steps ({fewest:,}): with fewer than {FEW_STEPS}, heads guess hardly"
         " better than untrained ones. What helps: more seeds, a higher train.epochs, or smaller"
         " batches (train.batch_tokens, of Medusa-2 train.backbone.batch_sequences)."
     )

@@ -50,6 +50,15 @@ def test_an_export_and_its_pickle_alone_are_measured_alike(checked, finished_run
     assert len((tmp_path / "found" / "answers" / "medusa.jsonl").read_text().splitlines()) == 3
 
 
+def test_another_setting_is_refused_with_its_option(checked):
+    for word, fix in (
+        ("check.max_new_tokens=32", "Use --max-new-tokens 32."),
+        ("check.acceptance=typical", "Write target.KEY=VALUE"),
+    ):
+        ended = checked("heads", word)
+        assert ended.code == 2 and word in ended.err and fix in ended.err
+
+
 def asked_of_vllm(monkeypatch, accepted: float) -> list[dict]:
     """Replace vLLM, and return the list of the speculative configurations that it would get."""
     asked: list[dict] = []

@@ -28,7 +28,7 @@ def test_a_signal_ends_a_command_with_its_own_exit_code(command, finished_run, m
     """Typer would handle the signal itself."""
     monkeypatch.setattr("pipeline.flow.statuses_of", lambda *_: signal.raise_signal(15))
     ended = command("status", finished_run.path)
-    assert ended.code == 143 and ended.err.startswith("stopped: ")
+    assert ended.code == 143 and ended.err.startswith("Stopped by SIGTERM.")
 
 
 def test_help_names_every_command(command):
@@ -42,9 +42,37 @@ def test_help_names_every_command(command):
 
 
 def test_help_imports_no_torch():
-    heavy = "{'torch', 'transformers', 'ray', 'vllm'} & sys.modules.keys()"
-    code = f"import sys, pipeline.cli.app; print(sorted({heavy}))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+    assert heavy_imports(["--help"]) == "0 []\n"
+
+
+def test_a_wrong_key_is_refused_before_torch_is_imported(config_file):
+    """Nor transformers, Ray or vLLM."""
+    words = [
+        ["run", f"{config_file}.gone"],
+        ["run", str(config_file), "train.lrr=1"],
+        ["plan", f"{config_file}.gone"],
+        ["plan", str(config_file), "train.lrr=1"],
+        ["check", "heads", "--target", "model", "check.repeats=2"],
+        ["chat", "heads", "target.typed=1"],
+    ]
+    assert heavy_imports(*words) == "2 []\n" * len(words)
+
+
+def heavy_imports(*commands: list[str]) -> str:
+    """The exit code and the heavy imports after each of these commands, in one process."""
+    script = """
+import sys, contextlib, os
+from pipeline.cli.app import main
+for words in COMMANDS:
+    sys.argv[1:] = words
+    try:
+        with contextlib.redirect_stdout(open(os.devnull, "w")):
+            main()
+    except SystemExit as end:
+        print(end.code, sorted({"torch", "transformers", "ray", "vllm"} & sys.modules.keys()))
+"""
+    script = script.replace("COMMANDS", repr(commands))
+    return subprocess.check_output([sys.executable, "-c", script], text=True)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +104,7 @@ def test_run_prints_one_line_per_stage_and_the_report(command, config_file):
     assert ended.code == 0, ended.err
     ticked = [line.split()[1] for line in ended.out.splitlines() if line.startswith("✓")]
     assert ticked == STAGES
+    assert "rows 40, train rows 24, calibrate rows 8, check rows 8" in line_of("✓", ended.out)
     assert not re.search(r"\d\.0(,|$)", ended.out, re.MULTILINE), "whole numbers of rows and tokens"
     assert "Acceleration rate" in ended.out and "\x1b" not in ended.out
     again = command("run", config_file, *INLINE).out
@@ -108,7 +137,7 @@ def test_a_mistake_in_the_words_of_run_starts_nothing(command, config_file, tmp_
 def test_a_failed_check_is_exit_code_1_after_the_report(command, config_file, copied_run):
     ended = command("run", config_file, "check.min_acceleration_rate=9", *INLINE)
     assert ended.code == 1 and "acceleration rate" in one_paragraph(ended.err)
-    assert "check failed" in ended.out
+    assert "Check failed" in ended.out
     assert "\n✓ export " in ended.out and "\n✗ check " in ended.out
     status = command("status", copied_run.path).out
     assert states(status) == dict.fromkeys(STAGES, "done") | {"check": "failed"}

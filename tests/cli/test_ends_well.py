@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+from pipeline.cli.app import main
 from pipeline.cli.ending import ends_well
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 
@@ -111,9 +112,17 @@ def test_a_signal_stops_even_if_a_library_catches_it(sent, code, taken_for, caps
                 raise ZeroDivisionError from stop
 
     assert ends_well(story) == code
-    said = capsys.readouterr().err
-    assert (
-        said == f"stopped: Stopped ({sent.name}). What was committed is kept; the same command"
-        " continues.\n"
-    )
+    kept = "What was committed is kept; the same command continues."
+    assert capsys.readouterr().err == f"Stopped by {sent.name}. {kept}\n"
     assert signal.getsignal(sent) is signal.SIG_DFL, "a second one ends it at once"
+
+
+@pytest.mark.parametrize(("name", "keeps"), [("run", True), ("push", True), ("serve", False)])
+def test_only_commands_that_commit_say_that_something_is_kept(name, keeps, capsys, monkeypatch):
+    stop = lambda **_: signal.raise_signal(signal.SIGTERM)  # noqa: E731
+    monkeypatch.setattr("pipeline.cli.app.app", stop)
+    monkeypatch.setattr(sys, "argv", ["medusa-distill", name])
+    with pytest.raises(SystemExit, match="143"):
+        main()
+    said = capsys.readouterr().err
+    assert said.startswith("Stopped by SIGTERM.") and ("is kept" in said) == keeps

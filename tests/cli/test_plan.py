@@ -77,9 +77,9 @@ def test_plan_counts_steps_and_warns_of_too_few(command, config_file, copied_run
     few = ("train.batch_tokens=100", "train.epochs=3", "train.num_heads=2")
     out = command("plan", config_file, "generate.max_new_tokens=15", *few).out
     assert "Training: at most 24 steps: 3 epochs of 8 steps, 100 positions each" in out
-    assert "24 optimizer steps are too few" in out and "train.epochs" in out
+    assert "Too few optimizer steps (24)" in out and "train.epochs" in out
     out = command("plan", config_file, "train.batch_tokens=1").out
-    assert re.search(r"Training: about \d+ steps: 1 epoch of", out) and "too few" not in out
+    assert re.search(r"Training: about \d+ steps: 1 epoch of", out) and "Too few" not in out
 
 
 def test_plan_goes_on_without_the_target(command, config_file, copied_run):

@@ -69,6 +69,7 @@ def test_paths_in_an_override_are_relative_to_the_working_directory(file, tmp_pa
         ("seeds.sources=[{paht: x}]", "did you mean 'seeds.sources.path'"),
         ("train.lr=fast", "'train.lr'"),
         ("placement.gpu_tflops=989", "give gpu_tflops and gpu_bandwidth_gbs together"),
+        ("placement.gpu_memory_gb=0.5", "greater than or equal to 1, not 0.5"),
         ("train.decay=2", "less than or equal to 1"),
         ("train.backbone.lambda_0=0", "greater than 0"),
         ("train.backbone.lora_rank=0", "'train.backbone.lora_rank'"),

@@ -74,6 +74,6 @@ def test_each_method_reads_what_it_trains_from(make_config, tmp_path, changes, s
 
 def test_too_few_steps_are_reported(finished_run):
     summary = finished_run.latest("train").summary
-    warning = f"{summary['steps']} optimizer steps are too few"
+    warning = f"Too few optimizer steps ({summary['steps']})"
     assert any(each.startswith(warning) for each in summary["warnings"])
     assert warning in (finished_run.path / "report.md").read_text()
