@@ -46,7 +46,7 @@ def publish_report(context: Context) -> None:
         data_set=to.data_set,
     )
     write_text(context.upstream["export"].path / "README.md", model_card(published))
-    print_report(report, context.console, extras)
+    print_report(report, context.console, context.run.path)
 
 
 def assemble_report(run: RunDirectory, config: Config, without: Collection[str] = ()) -> Report:
