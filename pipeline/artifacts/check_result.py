@@ -14,6 +14,7 @@ from pipeline.config import Config
 from pipeline.storage.atomic import JsonObject
 from pipeline.storage.receipts import Summary
 
+PLAIN, HEADS = "plain", "heads"  # methods of decoding in vLLM; others have their own names
 LEAST_SHORTFALL = 0.1  # tokens per step
 LEAST_LEARNED = 0.1  # share of the labels that guessing by frequency misses
 
@@ -80,6 +81,14 @@ class Speed:
 
 
 @result
+class Category(Speed):
+    """Decoding speed on the prompts of one category."""
+
+    category: str
+    prompts: int
+
+
+@result
 class ChainRate(Speed):
     """The acceleration rate of a top-1 chain, replayed on plain greedy answers."""
 
@@ -101,17 +110,9 @@ class Baseline(Speed):
     name: str
     failed: str | None = None
     greedy_match: GreedyMatch | None = None
-    categories: dict[str, float] | None = None  # acceleration rates
+    categories: list[Category] | None = None
     drafted_share: float | None = None  # share of steps with a guess; None for transformers' own
     datastore: DatastoreFigures | None = None
-
-
-@result
-class Category(Speed):
-    """Decoding speed on the prompts of one category."""
-
-    category: str
-    prompts: int
 
 
 @result
@@ -179,10 +180,18 @@ class ServingChoice:
 
 
 @result
+class ServingAdvice:
+    """A sentence that says what to serve at a range of loads, and the command for it."""
+
+    text: str
+    command: str
+
+
+@result
 class LoadRow(Speed):
     """Speed and latencies of a method in vLLM with `requests` concurrent requests."""
 
-    method: str = "heads"
+    method: str = HEADS
     requests: int
     range: list[float] | None = None  # of tokens per second, over several repeats
     baseline_range: list[float] | None = None
@@ -192,6 +201,23 @@ class LoadRow(Speed):
     baseline_ttft_ms: Percentiles | None = None
     baseline_tpot_ms: Percentiles | None = None
     baseline_within_slo: float | None = None
+
+
+@result
+class BatchLimits:
+    """The limits of a batch that decodes on GPUs, by arithmetic with their peak figures.
+
+    Attributes:
+        memory_bound_tokens: The tokens up to which a step is bound by memory (B*).
+        sequences: The sequences whose keys and values fit beside the weights (B+).
+        sequence_tokens: The length of such a sequence.
+    """
+
+    tflops: float  # 10^12 operations per second
+    bandwidth_gbs: float  # 10^9 bytes per second
+    memory_bound_tokens: int
+    sequences: int
+    sequence_tokens: int
 
 
 @result
@@ -246,13 +272,14 @@ class VllmFigures(EngineFigures):
     num_speculative_tokens: int | None = None
     methods: list[ServedMethod] | None = None  # the heads first
     loads: list[LoadRow] | None = None  # of all methods, with one prompt and all prompts at once
+    failed_loads: dict[str, str] | None = None  # why a method has no rows in the study `load`
     choices: list[ServingChoice] | None = None
-    advice: list[str] | None = None  # the choices in words, with commands
+    advice: list[ServingAdvice] | None = None  # the choices in words
     accepted_per_position: list[float] | None = None
     same_text_acceleration_rate: float | None = None  # replayed on native answers
     expected_acceleration_rate: float | None = None
     expected_standard_error: float | None = None
-    memory_bound_tokens: int | None = None  # of a step on the check's GPU, by its peak figures
+    batch_limits: BatchLimits | None = None  # of the GPU that decoded
 
 
 @result

@@ -17,11 +17,7 @@ from rich.filesize import decimal
 
 from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
-from pipeline.evaluation.batch_limits import (
-    gpu_figures,
-    memory_bound_tokens,
-    sequences_in_memory,
-)
+from pipeline.evaluation.batch_limits import batch_limits, gpu_figures
 from pipeline.execution.placement import most_workers
 from pipeline.flow import STAGES
 from pipeline.formatting import duration, rate
@@ -274,8 +270,7 @@ def _hour_lines(
 def _batch_lines(run: ResolvedRun, target: TargetSizes) -> Iterator[str]:
     """Yield a line of `plan` on the batches that pay in vLLM, by arithmetic.
 
-    There is none if the GPU's peak figures or its memory are unknown. A sequence has
-    `CACHED_TOKENS` tokens, or the target's context if that is shorter. If calibrate will choose the
+    There is none if the GPU's peak figures or its memory are unknown. If calibrate will choose the
     number of draft tokens, there is one per head.
     """
     placement = run.config.placement
@@ -286,20 +281,24 @@ def _batch_lines(run: ResolvedRun, target: TargetSizes) -> Iterator[str]:
     memory = planned_gpu_memory(run)
     if gpu is None or memory is None:
         return
-    weights = target.weight_bytes(run.config.target.quantization)
-    tokens = memory_bound_tokens(gpu, weights / target.parameters)
+    num_gpus = max(1, run.gpus_of("generate"))
+    limits = batch_limits(
+        gpu,
+        target,
+        memory=num_gpus * memory,
+        cached_bytes=cached_numbers(run.target_config) * target.itemsize,
+        sequence_tokens=min(CACHED_TOKENS, run.context),
+    )
+    tokens = limits.memory_bound_tokens
     draft_tokens = run.config.calibrate.draft_tokens
     if draft_tokens == "auto":
         draft_tokens = run.config.train.num_heads
-    num_gpus = max(1, run.gpus_of("generate"))
-    context = min(CACHED_TOKENS, run.context)
-    cached = context * cached_numbers(run.target_config) * target.itemsize
-    sequences = sequences_in_memory(num_gpus * memory, weights, cached)
     yield (
-        f"By arithmetic, a step on {name or 'such a GPU'} ({gpu.tflops:,g} TFLOP/s,"
-        f" {gpu.bandwidth_gbs:,g} GB/s) is bound by memory up to {tokens:,} tokens:"
+        f"By arithmetic, a step on {name or 'such a GPU'} ({limits.tflops:,g} TFLOP/s,"
+        f" {limits.bandwidth_gbs:,g} GB/s) is bound by memory up to {tokens:,} tokens:"
         f" {tokens // (draft_tokens + 1):,} requests with {draft_tokens} draft tokens each;"
-        f" the memory of {num_gpus} GPU(s) holds {sequences:,} sequences of {context:,} tokens."
+        f" the memory of {num_gpus} GPU(s) holds {limits.sequences:,} sequences of"
+        f" {limits.sequence_tokens:,} tokens."
     )
 
 

@@ -8,12 +8,13 @@ import socket
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
 from typer import Argument, Option
 
 from pipeline.cli.arguments import Gpus
+from pipeline.config.running import PlainData
 from pipeline.errors import ConfigError, EnvironmentFault
 
 WHERE = "vLLM's server"
@@ -21,8 +22,15 @@ WHERE = "vLLM's server"
 
 def serve(
     source: Annotated[Path, Argument(help="A run's directory, or an export.")],
-    vllm_args: Annotated[
-        list[str] | None, Argument(help="Further arguments of vLLM's server, after --.")
+    words: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="[target.KEY=VALUE]... [-- VLLM_ARGS]...",
+            help=(
+                "Settings of the target, such as target.chat_template=chat.jinja; after --, further"
+                " arguments of vLLM's server. Default: the target's settings of the run."
+            ),
+        ),
     ] = None,
     base_model: Annotated[
         str | None,
@@ -43,29 +51,14 @@ def serve(
     Example: medusa-distill serve runs/demo-recurrent
     Example: medusa-distill serve EXPORT --port 8001 -- --max-num-seqs 8 --api-key SECRET
     """
-    import torch  # --help does not wait for it
-
-    from pipeline.config import TargetConfig
-    from pipeline.export.layout import read_layout, target_of
-    from pipeline.targets.spec import model_config, resolve
-    from pipeline.targets.vllm_engine import serving_arguments
     from pipeline.targets.vllm_server import SERVER, Address, running_server, server_flags
 
-    export = source
-    if (source / "latest" / "export").is_dir():
-        export = source / "latest" / "export"
-    layout = read_layout(export)
-    target = base_model or target_of(export)
-    gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
-    spec = resolve(TargetConfig(model=target), on_gpu=gpus > 0)
-    refusal = layout.kind.vllm_refusal(layout.shape, model_config(spec).to_dict())
-    if refusal:
-        raise ConfigError(
-            refusal, str(export), "Use `medusa-distill chat`, which decodes natively."
-        )
+    words = words or []
+    settings = [word for word in words if word.startswith("target.")]
+    vllm_args = [word for word in words if word not in settings]
+    arguments = _server_arguments(source, base_model, settings, gpus)
     _require_free_port(host, port)
-    arguments = serving_arguments(spec, layout.engine_args(export, target), gpus)
-    flags = [*server_flags(arguments), *(vllm_args or [])]
+    flags = [*server_flags(arguments), *vllm_args]
     address = Address(host, port)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     command = ["python", "-m", SERVER, *flags, "--host", host, "--port", str(port)]
@@ -87,6 +80,69 @@ def serve(
             )
             code = process.wait()
     raise EnvironmentFault(f"vLLM's server ended with status {code}.", WHERE, fix)
+
+
+def _server_arguments(
+    source: Path, base_model: str | None, words: list[str], gpus: int | None
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's server for an export.
+
+    Args:
+        source: A run's directory, or an export.
+        base_model: The target; None for the target named in the export.
+        words: Settings of the target, which override those of the run.
+        gpus: The number of GPUs; None for one if there is one, else 0.
+
+    Raises:
+        ConfigError: A setting is wrong, or vLLM cannot serve these heads.
+        DataError: The source is not an export.
+    """
+    import torch  # --help does not wait for it
+
+    from pipeline.config import TargetConfig
+    from pipeline.config.load import target_settings
+    from pipeline.export.layout import BACKBONE_DIRECTORY, read_layout, target_of
+    from pipeline.targets.spec import model_config, resolve
+    from pipeline.targets.vllm_engine import serving_arguments
+
+    export = source
+    if (source / "latest" / "export").is_dir():
+        export = source / "latest" / "export"
+    layout = read_layout(export)
+    target = base_model or target_of(export)
+    gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
+    settings = {**_settings_of_run(export, target), **target_settings(words)}
+    config = TargetConfig(model=target, **settings)
+    spec = resolve(config, on_gpu=gpus > 0)
+    refusal = layout.kind.vllm_refusal(layout.shape, model_config(spec).to_dict())
+    if refusal:
+        raise ConfigError(
+            refusal, str(export), "Use `medusa-distill chat`, which decodes natively."
+        )
+    arguments = serving_arguments(spec, layout.engine_args(export, target), gpus)
+    arguments["chat_template"] = config.chat_template
+    arguments["default_chat_template_kwargs"] = config.template_arguments or None
+    arguments["trust_remote_code"] = config.trust_remote_code or None
+    if Path(target).name == BACKBONE_DIRECTORY:
+        arguments["served_model_name"] = source.resolve().name
+    return arguments
+
+
+def _settings_of_run(export: Path, target: str) -> PlainData:
+    """Return the settings of the target in an export's run; none for a copy of an export.
+
+    If another model is served than the run's target, its `revision` is left out.
+    """
+    from pipeline.config.load import RUN_FILE, load_config
+
+    file = export.resolve().parent / RUN_FILE
+    if not file.is_file():
+        return {}
+    config = load_config(file).target
+    settings = config.model_dump(exclude_unset=True, exclude={"model"})
+    if target != config.model:
+        settings.pop("revision", None)
+    return settings
 
 
 def _require_free_port(host: str, port: int) -> None:

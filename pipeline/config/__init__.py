@@ -21,6 +21,7 @@ from pipeline.config.outcome import (
     ExportConfig,
     LatencyLimits,
     PushConfig,
+    ReportConfig,
 )
 from pipeline.config.running import (
     DTYPES,
@@ -46,6 +47,7 @@ class Config(Section):
     calibrate: CalibrateConfig = CalibrateConfig()
     export: ExportConfig = ExportConfig()
     check: CheckConfig = CheckConfig()
+    report: ReportConfig = ReportConfig()
     push: PushConfig = PushConfig()
     placement: PlacementConfig = PlacementConfig()
     limits: LimitsConfig = LimitsConfig()

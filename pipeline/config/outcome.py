@@ -1,4 +1,4 @@
-"""The configuration sections `calibrate`, `export`, `check` and `push`."""
+"""The configuration sections `calibrate`, `export`, `check`, `report` and `push`."""
 
 from __future__ import annotations
 
@@ -299,6 +299,19 @@ class CheckConfig(Section):
                 " together"
             )
         return self
+
+
+class ReportConfig(Section):
+    """Settings of the run's report."""
+
+    show_text: bool = Field(
+        True,
+        description=(
+            "Show two answers of the check in report.html, with the last 200 characters of their"
+            " prompts; false where these are private. report.md, report.json and model cards never"
+            " have text of the data."
+        ),
+    )
 
 
 class PushConfig(Section):

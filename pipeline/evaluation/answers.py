@@ -185,12 +185,14 @@ def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> Lin
 def samples(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], decoded: Sequence[Decoded]
 ) -> list[Sample]:
-    """Return the first `NUM_SAMPLES` prompts and answers, with the decoding step of each token.
+    """Return the `NUM_SAMPLES` longest answers and their prompts, with each token's decoding step.
 
-    Step 0 is the prefill.
+    Step 0 is the prefill. Of answers of the same length the first are returned.
     """
     found = []
-    for prompt, answer in zip(prompts[:NUM_SAMPLES], decoded[:NUM_SAMPLES], strict=True):
+    answers = list(zip(prompts, decoded, strict=True))
+    answers.sort(key=lambda pair: -len(pair[1].token_ids))
+    for prompt, answer in answers[:NUM_SAMPLES]:
         steps = [0]
         for step, kept in enumerate(answer.accepted, start=1):
             steps += [step] * kept

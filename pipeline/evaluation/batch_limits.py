@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeline.artifacts.check_result import BatchLimits
 from pipeline.config.running import PlacementConfig
 from pipeline.targets.sizes import TargetSizes
 
@@ -45,13 +46,15 @@ GPUS = {
     "NVIDIA H100 PCIe": GpuFigures(756.5, 2000),
     # https://www.nvidia.com/en-us/data-center/h200/ (SXM; 1,979 with sparsity)
     "NVIDIA H200": GpuFigures(989.5, 4800),
-    # https://resources.nvidia.com/en-us-blackwell-architecture (HGX B200; 4,500 with it)
-    "NVIDIA B200": GpuFigures(2250, 8000),
+    # https://resources.nvidia.com/en-us-blackwell-architecture (HGX B200; 4,500 with sparsity)
+    # 7,680 bits at 8 Gbit/s: https://github.com/pytorch/ao/pull/4002 (DGX B200's page: 8 TB/s)
+    "NVIDIA B200": GpuFigures(2250, 7700),
     # https://www.nvidia.com/en-us/data-center/l4/ (242 with sparsity)
     "NVIDIA L4": GpuFigures(121, 300),
     # https://www.nvidia.com/en-us/data-center/l40s/
     "NVIDIA L40S": GpuFigures(362.05, 864),
     # https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf
+    # (140 with sparsity; the A10, another board, has 125)
     "NVIDIA A10G": GpuFigures(70, 600),
     # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
     "NVIDIA GeForce RTX 4090": GpuFigures(165.2, 1008),
@@ -100,3 +103,30 @@ def sequences_in_memory(memory: float, weights: float, bytes_per_sequence: float
     All arguments are in bytes. The result is 0 if the weights do not fit.
     """
     return max(0, int((memory - weights) / bytes_per_sequence))
+
+
+def batch_limits(
+    gpu: GpuFigures,
+    target: TargetSizes,
+    *,
+    memory: float,
+    cached_bytes: float,
+    sequence_tokens: int,
+) -> BatchLimits:
+    """Return the limits of a batch that decodes with a target.
+
+    Args:
+        gpu: The peak figures of one GPU.
+        target: The target's size.
+        memory: The memory of all GPUs that share the target, in bytes.
+        cached_bytes: The size of a token's keys and values.
+        sequence_tokens: The number of tokens of each sequence.
+    """
+    weights = target.weight_bytes()
+    return BatchLimits(
+        tflops=gpu.tflops,
+        bandwidth_gbs=gpu.bandwidth_gbs,
+        memory_bound_tokens=memory_bound_tokens(gpu, weights / target.parameters),
+        sequences=sequences_in_memory(memory, weights, cached_bytes * sequence_tokens),
+        sequence_tokens=sequence_tokens,
+    )

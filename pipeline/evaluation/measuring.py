@@ -35,6 +35,7 @@ from pipeline.evaluation.prompts import (
     with_room_for,
 )
 from pipeline.evaluation.served import check_served, with_expectations
+from pipeline.evaluation.vllm_methods import longest_draft, require_methods
 from pipeline.execution.machine import hardware, versions
 from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.export.directory import read_tree, write_export
@@ -143,10 +144,12 @@ def measure_heads(
 
     Raises:
         ConfigError: There are no such heads, an engine cannot decode with them or with this target,
-            a baseline needs a run, or every answer ended with its first token.
+            a baseline needs a run, `check.draft_tokens` are too many, or every answer ended with
+            its first token.
         DataError: The directory holds no known heads, or those of another target; or no question
             leaves room for an answer.
-        EnvironmentFault: The Hub cannot be reached, or this machine cannot run the target.
+        EnvironmentFault: The Hub cannot be reached, this machine cannot run the target, or a
+            package that a baseline needs is missing.
     """
     require_training_text(settings, None)
     directory = heads_directory(str(heads))
@@ -155,13 +158,15 @@ def measure_heads(
     answers = {}
     results: dict[str, CheckResult] = {}
     with _candidate(directory, target, settings, draft_tokens) as found:
+        require_methods(settings, found.max_depth)
+        drafted = max(found.max_depth, longest_draft(settings))
         target = with_room(target, settings)
         engine: EngineName = "transformers" if "native" in settings.engines else "vllm"
         questions = read_questions(Path(str(settings.prompts)))[:num_prompts]
         prompts = question_prompts(target, questions, settings, engine, gpus, progress)
         require_prompts(prompts, settings)
         request = CheckRequest(
-            with_room_for(target, prompts.kept, settings.max_new_tokens, found.max_depth),
+            with_room_for(target, prompts.kept, settings.max_new_tokens, drafted),
             found.export,
             prompts.kept,
             settings,

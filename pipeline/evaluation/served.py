@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from pipeline.artifacts.check_result import (
+    HEADS,
     ChainRate,
     CheckResult,
     LoadRow,
@@ -34,10 +35,15 @@ from pipeline.artifacts.tree_file import ChainLength
 from pipeline.config import LatencyLimits
 from pipeline.evaluation.answers import Comparison, compare, tie_tolerance, top_2_gap
 from pipeline.evaluation.prompts import CheckRequest
-from pipeline.evaluation.served_figures import load_rows_of_check, range_of, served_method
+from pipeline.evaluation.served_figures import (
+    load_rows_of_check,
+    prompts_in_turn,
+    range_of,
+    served_method,
+)
 from pipeline.evaluation.serving_choice import with_choices
 from pipeline.evaluation.speed import check_rate, require_steps, with_new_answers
-from pipeline.evaluation.vllm_methods import HEADS, compared_configs, heads_config
+from pipeline.evaluation.vllm_methods import compared_configs, heads_config
 from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.export.layout import Content, read_layout
 from pipeline.targets.loading import load_on_gpus
@@ -71,6 +77,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
         request.target,
         [prompt.ids for prompt in prompts],
         settings.max_new_tokens,
+        in_turn=prompts_in_turn(prompts),
         repeats=settings.repeats,
         gpus=gpus,
     )
@@ -82,12 +89,12 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     require_steps(accepted)
     comparison_of = _comparer(request, plain)
     comparison = comparison_of(accelerated)
-    heads = served_method(HEADS, drafting, prompts, accelerated, comparison.match)
+    heads = served_method(HEADS, drafting, prompts, plain, accelerated, comparison.match)
     methods = [heads]
     loads = load_rows_of_check(heads, plain, accelerated)
     for (name, config), texts in zip(compared.items(), others, strict=True):
         match = None if texts.failed else comparison_of(texts).match
-        method = served_method(name, config, prompts, texts, match)
+        method = served_method(name, config, prompts, plain, texts, match)
         methods.append(method)
         if not texts.failed:
             loads += load_rows_of_check(method, plain, texts)
@@ -194,11 +201,14 @@ def with_expectations(
 
 def load_study(
     request: CheckRequest, gpus: int, progress: ProgressReporter = SILENT
-) -> list[LoadRow]:
+) -> tuple[list[LoadRow], dict[str, str]]:
     """Measure vLLM's server under load, plain, with heads and by each compared method (`load`).
 
     Each number of concurrent requests is measured `check.repeats` times and gives one row for each
-    method: the figures of median duration. A compared method that fails has no rows.
+    method: the figures of median duration.
+
+    Returns:
+        The rows, and why a compared method has none, by its name.
     """
     progress.begin("vLLM's server starts", 0, unit="loads")
     settings = request.settings
@@ -214,11 +224,15 @@ def load_study(
     compared = compared_configs(request)
     tasks = _tasks_of_methods(task, with_heads, compared)
     plain, *others = serve_under_load(tasks, progress.report)
+    assert not isinstance(plain, str), "only compared methods are optional"
     rows = []
+    failed = {}
     for name, figures in zip((HEADS, *compared), others, strict=True):
-        if figures:
+        if isinstance(figures, str):
+            failed[name] = figures
+        else:
             rows += load_rows(plain, figures, settings.slo, name)
-    return rows
+    return rows, failed
 
 
 def load_rows(

@@ -6,17 +6,21 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.artifacts.check_result import GreedyMatch, LoadRow, ServedMethod
+from pipeline.artifacts.check_result import Category, GreedyMatch, LoadRow, ServedMethod
 from pipeline.artifacts.json_form import rounded
 from pipeline.evaluation.prompts import Prompt
-from pipeline.evaluation.speed import check_rate, rates_by_category
+from pipeline.evaluation.speed import check_rate, members_of_categories
 from pipeline.targets.vllm_decode import VLLMTexts
+
+NUM_IN_TURN = 8  # prompts
+NUM_OF_CATEGORY = 4
 
 
 def served_method(
     name: str,
     config: Mapping[str, Any],
     prompts: Sequence[Prompt],
+    plain: VLLMTexts,
     texts: VLLMTexts,
     match: GreedyMatch | None,
 ) -> ServedMethod:
@@ -26,7 +30,8 @@ def served_method(
         name: The method's name.
         config: Its speculative configuration.
         prompts: The prompts that were decoded.
-        texts: What vLLM decoded.
+        plain: What vLLM decoded without drafts.
+        texts: What it decoded by this method.
         match: The comparison with plain decoding's text; None for a method that failed.
     """
     if texts.failed:
@@ -38,8 +43,50 @@ def served_method(
         acceleration_rate=rounded(measured.rate),
         standard_error=rounded(measured.standard_error),
         greedy_match=match,
-        categories=rates_by_category(prompts, texts.accepted),
+        categories=served_categories(prompts, plain, texts),
     )
+
+
+def prompts_in_turn(prompts: Sequence[Prompt]) -> list[int]:
+    """Choose the prompts that are also decoded one after another, by index.
+
+    They are up to `NUM_OF_CATEGORY` of each category; with fewer than two categories the first
+    `NUM_IN_TURN`.
+    """
+    members = members_of_categories(prompts)
+    if len(members) < 2:
+        return list(range(len(prompts)))[:NUM_IN_TURN]
+    chosen = []
+    for rows in members.values():
+        chosen += rows[:NUM_OF_CATEGORY]
+    return chosen
+
+
+def served_categories(
+    prompts: Sequence[Prompt], plain: VLLMTexts, texts: VLLMTexts
+) -> list[Category]:
+    """Compute a method's rate and speed for each category of prompts, decoded one after another.
+
+    The rate and its standard error are those of all prompts of the category; they are None if every
+    answer ended with its first token.
+    """
+    categories = []
+    for category, rows in members_of_categories(prompts).items():
+        measured = check_rate([prompts[row] for row in rows], [texts.accepted[row] for row in rows])
+        speed = statistics.median(texts.in_turn(rows))
+        baseline = statistics.median(plain.in_turn(rows))
+        categories.append(
+            Category(
+                category=category,
+                prompts=len(rows),
+                acceleration_rate=rounded(measured.rate),
+                standard_error=rounded(measured.standard_error),
+                speedup=rounded(speed / baseline),
+                tokens_per_second=round(speed, 2),
+                baseline_tokens_per_second=round(baseline, 2),
+            )
+        )
+    return categories
 
 
 def load_rows_of_check(method: ServedMethod, plain: VLLMTexts, texts: VLLMTexts) -> list[LoadRow]:

@@ -12,12 +12,17 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from pipeline.artifacts.check_result import LoadRow, ServedMethod, ServingChoice, VllmFigures
-from pipeline.evaluation.vllm_methods import HEADS
+from pipeline.artifacts.check_result import (
+    HEADS,
+    PLAIN,
+    LoadRow,
+    ServedMethod,
+    ServingAdvice,
+    ServingChoice,
+    VllmFigures,
+)
 from pipeline.formatting import times
 from pipeline.targets.vllm_server import SERVER
-
-PLAIN = "plain"
 
 
 class Speed(NamedTuple):
@@ -89,15 +94,16 @@ def _choice(requests: int, plain: Speed, best: Speed, second: Speed) -> ServingC
 
 def serving_advice(
     choices: Sequence[ServingChoice], methods: Sequence[ServedMethod], target: str
-) -> list[str]:
+) -> list[ServingAdvice]:
     """Say in a sentence for each range of loads what to serve, and the command for it."""
     configs = {method.name: method.speculative_config for method in methods}
-    sentences = []
+    advice = []
     for method, group in groupby(choices, key=lambda choice: choice.method):
         of_method = list(group)
+        text = f"{_loads(of_method)}: {_verdict(method, of_method)}."
         command = _command(method, configs.get(method), target)
-        sentences.append(f"{_loads(of_method)}: {_verdict(method, of_method)}: `{command}`.")
-    return sentences
+        advice.append(ServingAdvice(text=text, command=command))
+    return advice
 
 
 def _loads(choices: Sequence[ServingChoice]) -> str:
@@ -141,7 +147,7 @@ def _command(method: str, config: Mapping[str, Any] | None, target: str) -> str:
     if config is not None:
         if method.startswith(HEADS):
             number = config["num_speculative_tokens"]
-            chosen = f"medusa-distill run CONFIG calibrate.draft_tokens={number}"
+            chosen = f"medusa-distill run RUN_DIR/run.yaml calibrate.draft_tokens={number}"
             return f"{chosen} && medusa-distill serve RUN_DIR"
         words += ["--speculative-config", json.dumps(config)]
     return shlex.join(words)

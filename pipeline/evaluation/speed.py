@@ -300,7 +300,7 @@ def baseline_figures(prompts: Sequence[Prompt], passes: Sequence[Pass], name: st
         tokens_per_second=found.tokens_per_second,
         time_to_first_token=found.time_to_first_token,
         time_per_output_token=found.time_per_output_token,
-        categories=rates_by_category(prompts, [one.accepted for one in passes[0][name]]),
+        categories=by_category(prompts, passes, name),
     )
 
 
@@ -321,8 +321,8 @@ def rates_by_category(
     return {category: round(sum(kept) / len(kept), 4) for category, kept in steps.items()}
 
 
-def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[Category]:
-    """Compute the check's speed for each category of prompts, in order of appearance.
+def members_of_categories(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """Return the indices of each category's prompts, in order of appearance.
 
     Prompts without a category are left out.
     """
@@ -330,13 +330,20 @@ def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[Categ
     for index, prompt in enumerate(prompts):
         if prompt.category:
             members.setdefault(prompt.category, []).append(index)
+    return members
+
+
+def by_category(
+    prompts: Sequence[Prompt], passes: Sequence[Pass], method: str = ACCELERATED
+) -> list[Category]:
+    """Compute a method's speed for each category of prompts, and that of plain decoding."""
     rows = []
-    for category, indices in members.items():
+    for category, indices in members_of_categories(prompts).items():
         parts = []
         for each in passes:
             part = {name: [answers[i] for i in indices] for name, answers in each.items()}
             parts.append(part)
-        found = check_speed([prompts[i] for i in indices], parts)
+        found = check_speed([prompts[i] for i in indices], parts, method)
         rows.append(Category(category=category, prompts=len(indices), **vars(found)))
     return rows
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
+from pipeline.artifacts.check_result import HEADS
 from pipeline.config import CheckConfig
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.evaluation.prompts import CheckRequest
@@ -22,7 +23,6 @@ from pipeline.export.layout import Content, read_layout
 DRAFTED = 4  # tokens per step of a method without heads
 LONGEST_NGRAM = 3
 LONGEST_SUFFIX_DRAFT = 32
-HEADS = "heads"
 
 
 def heads_config(request: CheckRequest) -> Content:

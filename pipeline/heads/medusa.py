@@ -71,7 +71,7 @@ TGI cannot load these heads: it shares one lm_head among heads of one block only
 {% elif shared and (train.medusa.lm_head == "shared" or train.draft_vocab) %}
 Not for TGI: it would read the target's own lm_head instead of the one in this file. `expanded` heads are.
 {% else %}
-With TGI, which finds the base model in `config.json`:
+With TGI 3.3.7, the last release of an archived project, which finds the base model in `config.json`:
 
 ```bash
 text-generation-launcher --model-id {{ here }}

@@ -30,6 +30,7 @@ from pipeline.report.report import Report
 from pipeline.report.text_table import Table
 
 COSTS = ("acceleration rate", "overhead", "speedup")
+PLAIN_OF = {"heads": "plain", "vLLM: heads": "vLLM: plain"}  # measured in turns with these heads
 SPEEDS = ("tokens/s, plain", "tokens/s, with heads", "speedup")
 
 
@@ -194,23 +195,37 @@ def categories_table(report: Report) -> Table:
     return table
 
 
-def methods_by_category_table(report: Report) -> Table:
-    """Build the report's table of acceleration rates by decoding method and question category."""
-    table = Table("Methods by category", ["tokens per step"])
-    rates: dict[str, dict[str, float] | None] = {}
+def tables_by_category(report: Report) -> dict[str, Table]:
+    """Build the report's tables of decoding methods by question category: rates and speeds.
+
+    The table of rates also has the trees of the study, which decode nothing. With fewer than two
+    categories the tables have no rows.
+    """
+    rates = Table("Methods by category", ["tokens per step"])
+    speeds = Table("Speeds by category", ["tokens/s, one prompt at a time"])
+    speeds.note = "Natively over all prompts of a category, in vLLM over a few of them."
+    found: dict[str, list[Category]] = {}
     if report.native:
+        found["heads"] = report.native.categories or []
         for other in report.native.baselines or []:
-            rates[other.name] = other.categories
-    for row in report.studies.trees or []:
-        rates[f"tree: {row.tree}"] = row.categories
+            found[other.name] = other.categories or []
     if report.vllm:
         for method in report.vllm.methods or []:
-            rates[f"vLLM: {method.name}"] = method.categories
-    for name, by_category in rates.items():
-        if by_category:
-            table.columns = ["tokens per step", *by_category]
-            table.add(name, *map(ratio, by_category.values()))
-    return table
+            found[f"vLLM: {method.name}"] = method.categories or []
+    for name, rows in found.items():
+        if len(rows) < 2:
+            continue
+        names = [row.category for row in rows]
+        rates.columns[1:] = speeds.columns[1:] = names
+        rates.add(name, *[ratio(row.acceleration_rate) for row in rows])
+        if name in PLAIN_OF:
+            speeds.add(PLAIN_OF[name], *[rate(row.baseline_tokens_per_second) for row in rows])
+        speeds.add(name, *[rate(row.tokens_per_second) for row in rows])
+    for tree in report.studies.trees or []:
+        if tree.categories:
+            rates.columns[1:] = tree.categories
+            rates.add(f"tree: {tree.tree}", *map(ratio, tree.categories.values()))
+    return {"rates_by_category": rates, "speeds_by_category": speeds}
 
 
 def _speeds(row: Category | BatchRow | LoadRow) -> tuple[str, str, str]:
@@ -279,32 +294,33 @@ def _costs(row: TreeRow) -> tuple[str, str, str]:
 
 def _load_study(report: Report) -> Table:
     """Build the report's table of vLLM's speed and latencies by concurrent requests."""
-    table = Table("Study: load", ["method", "requests", "per step", *SPEEDS])
+    table = Table("Study: load", ["method", "requests", "per draft", *SPEEDS])
     for measure in ("to first", "per token", "within limits"):
         table.columns += [f"{measure}, plain", f"{measure}, drafting"]
     table.note = (
         "vLLM as a server, with so many requests at once; time to the first token and per further"
         " one in ms, p50 / p90 / p99 of the requests. Client and server share the machine. Per"
-        " step: the answers' tokens without the first of each, over the drafts that the server"
-        " counts; the check counts the forwards of each request instead."
+        " draft: the answers' tokens without the first of each, over the drafts that the server"
+        " counts. A step without a draft is not counted here, and is in the check's rate per step."
     )
-    memory_bound = None
+    limits = None
     draft_tokens = {}
     if report.vllm:
-        memory_bound = report.vllm.memory_bound_tokens
+        limits = report.vllm.batch_limits
         for method in report.vllm.methods or []:
             config = method.speculative_config or {}
             draft_tokens[method.name] = config.get("num_speculative_tokens", 0)
-    if memory_bound is not None:
+    if limits is not None:
         table.note += (
             " By arithmetic, a step of this target on this GPU is bound by memory up to"
-            f" {count(memory_bound)} tokens; loads at which it verifies more, one token and the"
-            " drafts of each request, are marked *."
+            f" {count(limits.memory_bound_tokens)} tokens; loads at which it verifies more, one"
+            " token and the drafts of each request, are marked *. The GPU memory"
+            f" holds {count(limits.sequences)} sequences of {count(limits.sequence_tokens)} tokens."
         )
     for row in report.studies.load or []:
         requests = count(row.requests)
         verified = row.requests * (1 + draft_tokens.get(row.method, 0))
-        if memory_bound is not None and verified > memory_bound:
+        if limits is not None and verified > limits.memory_bound_tokens:
             requests += " *"
         cells = [ratio(row.acceleration_rate), *_speeds(row)]
         for waited in (row.baseline_ttft_ms, row.ttft_ms, row.baseline_tpot_ms, row.tpot_ms):

@@ -20,7 +20,7 @@ from pipeline.report.facts import (
 from pipeline.report.report import Report
 from pipeline.report.text_table import Table
 
-NO_RECIPE = {"run", "placement", "limits", "push"}  # sections that no result depends on
+NO_RECIPE = {"run", "placement", "limits", "report", "push"}  # no result depends on these sections
 LONGEST = 40  # characters of a setting that are shown
 
 
@@ -109,7 +109,7 @@ def _compared_results(run: ComparedRun) -> dict[str, str]:
     if run.heads_bytes is not None:
         heads = f"{run.heads_bytes / 1e6:,.1f} MB"
     return {
-        "check": check_outcome(report).text.removeprefix("check "),
+        "check": check_outcome(report).text.removeprefix("Check ").partition(":")[0],
         "head 0's first guess right": percent(report.heads[0].top1) if report.heads else UNKNOWN,
         "expected acceleration rate": expected_rate(report.tree),
         "acceleration rate, native": measured_rate(native),

@@ -20,17 +20,19 @@ from pipeline.report.check_tables import (
     categories_table,
     check_table,
     exact_match_table,
-    methods_by_category_table,
     methods_table,
     served_model_table,
     study_tables,
+    tables_by_category,
 )
 from pipeline.report.facts import (
+    Outcome,
     check_outcome,
     headline_table,
     report_subtitle,
     report_title,
     report_warnings,
+    speed_outcomes,
 )
 from pipeline.report.report import Extras, Report
 from pipeline.report.tables import (
@@ -85,7 +87,7 @@ def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
     }
     optional = {
         "categories": categories_table(report),
-        "methods_by_category": methods_by_category_table(report),
+        **tables_by_category(report),
         "exact_match": exact_match_table(report),
         "served_model": served_model_table(report),
         "drift": drift_table(report),
@@ -99,12 +101,17 @@ def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
     return tables
 
 
+def report_outcomes(report: Report) -> list[Outcome]:
+    """Return a report's verdicts: of the check, which is about exactness, and on the speed."""
+    return [check_outcome(report), *speed_outcomes(report)]
+
+
 def render_markdown(report: Report, extras: Extras) -> str:
     """Render report.md; text from data is escaped."""
-    outcome = check_outcome(report)
+    outcomes = report_outcomes(report)
     parts = [f"# {escaped(report_title(report))}", escaped(report_subtitle(report))]
-    parts.append(f"**{outcome.text.capitalize()}.**")
-    notes = [*outcome.failures, *report_warnings(report)]
+    parts += [f"**{outcome.text}.**" for outcome in outcomes]
+    notes = [*outcomes[0].failures, *report_warnings(report)]
     if notes:
         parts.append("\n".join(f"- {escaped(note)}" for note in notes))
     tables = report_tables(report, extras)
@@ -123,7 +130,7 @@ def render_html(report: Report, extras: Extras) -> str:
         native=report.native,
         title=report_title(report),
         subtitle=report_subtitle(report),
-        outcome=check_outcome(report),
+        outcomes=report_outcomes(report),
         warnings=report_warnings(report),
         headline=headline_table(report),
         tables=report_tables(report, extras),
@@ -133,24 +140,30 @@ def render_html(report: Report, extras: Extras) -> str:
     )
 
 
-def print_report(report: Report, console: Console, extras: Extras) -> None:
-    """Print a report, perhaps of an unfinished run: outcome, warnings and most tables.
+def print_report(report: Report, console: Console, directory: Path) -> None:
+    """Print the figures of a report that matter most, and where the others are.
 
-    The tables of the check and of provenance are left out. The output is at most 100 columns wide,
-    and has escape codes only in a terminal.
+    The output is at most 100 columns wide, and has escape codes only in a terminal.
+
+    Args:
+        directory: The run's directory, with report.html.
     """
-    outcome = check_outcome(report)
     print_text(report_title(report), console, "bold")
     print_text(report_subtitle(report), console, "dim")
-    print_text(outcome.text, console, COLOURS[outcome.passed])
-    for failure in outcome.failures:
-        print_text(f"- {failure}", console, "red")
+    for outcome in report_outcomes(report):
+        print_text(outcome.text, console, COLOURS[outcome.is_good])
+        for failure in outcome.failures:
+            print_text(f"- {failure}", console, "red")
     for warning in report_warnings(report):
         print_text(f"- {warning}", console, "yellow")
     if report.vllm:
-        for sentence in report.vllm.advice or []:
-            print_text(sentence, console, "")
-    tables = report_tables(report, extras)
-    stages, quarantine = tables.pop("stages"), tables.pop("quarantine")
-    del tables["serve"], tables["check"], tables["provenance"]
-    print_tables([headline_table(report), stages, *tables.values(), quarantine], console)
+        for advice in report.vllm.advice or []:
+            print_text(advice.text, console, "")
+            print_text(f"  {advice.command}", console, "dim")
+    tables = [headline_table(report), stages_table(report)]
+    quarantine = quarantine_table(report)
+    if quarantine.rows:
+        tables.append(quarantine)
+    print_tables(tables, console)
+    console.print()
+    print_text(f"All tables and plots: {directory / 'report.html'}", console, "bold")

@@ -40,10 +40,10 @@ Prediction = Expected | TreeFigures | VllmFigures | NewAnswers
 
 
 @dataclass(frozen=True)
-class CheckOutcome:
-    """The check's outcome in a report; `passed` is None if the check was not run."""
+class Outcome:
+    """A verdict in a report, good or bad; None is a warning, or that nothing was checked."""
 
-    passed: bool | None
+    is_good: bool | None
     text: str
     failures: tuple[str, ...] = ()
 
@@ -69,13 +69,27 @@ def report_subtitle(report: Report) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def check_outcome(report: Report) -> CheckOutcome:
+def check_outcome(report: Report) -> Outcome:
     """Return the outcome of a report's check: passed, failed with its failures, or not run."""
     if not report.check:
-        return CheckOutcome(None, "check not run")
+        return Outcome(None, "Check not run")
     if not report.check.passed:
-        return CheckOutcome(False, "check failed", tuple(report.check.failures))
-    return CheckOutcome(True, "check passed")
+        return Outcome(False, "Check failed", tuple(report.check.failures))
+    return Outcome(True, "Check passed: greedy text unchanged")
+
+
+def speed_outcomes(report: Report) -> list[Outcome]:
+    """Return what the heads gain in each engine whose speedup is known and not disturbed."""
+    outcomes = []
+    engines = {"natively": report.native, "in vLLM, all prompts at once": report.vllm}
+    for name, engine in engines.items():
+        if not engine or engine.speedup is None or is_disturbed(engine):
+            continue
+        if engine.speedup > 1:
+            outcomes.append(Outcome(True, f"{times(engine.speedup)} {name}: faster with heads"))
+        else:
+            outcomes.append(Outcome(None, f"{times(engine.speedup)} {name}: slower with heads"))
+    return outcomes
 
 
 def expected_rate(prediction: Prediction | None) -> str:
@@ -209,7 +223,8 @@ def report_warnings(report: Report) -> list[str]:
         found += _load_warnings("vLLM", vllm)
         found += _rate_gap_warnings("vLLM's acceleration rate", vllm, vllm)  # the chain's rates
         found += _same_text_warnings(vllm)
-    found += _speedup_warnings(tree, native)
+    if tree and not native:
+        found += _speedup_warnings(tree)
     return found
 
 
@@ -251,18 +266,13 @@ def _same_text_warnings(vllm: VllmFigures) -> Iterator[str]:
         )
 
 
-def _speedup_warnings(tree: TreeFigures | None, native: NativeFigures | None) -> Iterator[str]:
-    """Yield a warning for the report if the best speedup, measured or else expected, is below 1."""
-    speedups = []
-    if native and native.speedup is not None:
-        speedups = [native.speedup]
-    elif tree:
-        speedups = [size.expected_speedup or 1 for size in tree.sizes or []]
-    best = max(speedups, default=1)
+def _speedup_warnings(tree: TreeFigures) -> Iterator[str]:
+    """Yield a warning for the report if the best expected speedup is below 1."""
+    best = max((size.expected_speedup or 1 for size in tree.sizes or []), default=1)
     if best < 1:
         yield (
-            f"Natively the heads do not pay off on this device: the best speedup is {times(best)}."
-            " Decoding is slower with them than without."
+            f"Natively the heads do not pay off on this device: the best speedup expected is"
+            f" {times(best)}. Decoding is slower with them than without."
         )
 
 

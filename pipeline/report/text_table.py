@@ -32,6 +32,7 @@ class Table:
     empty: str = NOT_RUN
     words: tuple[int, ...] = (0,)  # text columns; the others are numbers, aligned to the right
     rows: list[tuple[str, ...]] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)  # shown below the table, to be copied
 
     def add(self, *cells: str) -> None:
         """Add a row to the table."""
@@ -53,7 +54,10 @@ def markdown_section(table: Table) -> str:
         return f"{heading}{table.empty.capitalize()}."
     if table.note:
         heading += f"{escaped(table.note)}\n\n"
-    return heading + markdown_table(table)
+    section = heading + markdown_table(table)
+    if table.commands:
+        section += "\n\n```bash\n" + "\n".join(table.commands) + "\n```"
+    return section
 
 
 def markdown_table(table: Table) -> str:

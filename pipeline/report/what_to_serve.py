@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pipeline.artifacts.check_result import HEADS, PLAIN, ServingChoice, VllmFigures
 from pipeline.formatting import UNKNOWN, count, percent, rate, ratio
 from pipeline.report.facts import greedy_matches
 from pipeline.report.report import Report
 from pipeline.report.text_table import Table
 
-PLAIN, HEADS = "plain", "heads"
+NATIVE_ONLY = ("retrieval", "lookahead")
 
 
 def what_to_serve_table(report: Report) -> Table:
@@ -16,29 +17,60 @@ def what_to_serve_table(report: Report) -> Table:
     vllm = report.vllm
     if vllm is None:
         return table
-    best = {choice.requests: choice.method for choice in vllm.choices or []}
+    choices = {choice.requests: choice for choice in vllm.choices or []}
+    advice = vllm.advice or []
+    table.note = " ".join([*(each.text for each in advice), *_remarks(report, vllm)])
+    table.commands = [each.command for each in advice]
     plain = [PLAIN, ratio(1.0), UNKNOWN]
+    margins = ["best over the next", "", ""]
     cells: dict[str, list[str]] = {PLAIN: plain}
-    table.note = " ".join(vllm.advice or [])
     for method in vllm.methods or []:
-        if method.failed:
-            table.note += f" {method.name} failed: {method.failed}."
         rate_and_match = [ratio(method.acceleration_rate), greedy_matches(method.greedy_match)]
         cells[method.name] = [method.name, *rate_and_match]
     for row in report.studies.load or vllm.loads or []:
-        fastest = best.get(row.requests)
+        choice = choices.get(row.requests)
+        best = choice.method if choice else None
         if row.method == HEADS:
             table.columns.append(f"tokens/s, {count(row.requests)} at a time")
+            margins.append(_margin(choice))
             speed = _speed(row.baseline_tokens_per_second, row.baseline_within_slo)
-            plain.append(_marked(speed, fastest == PLAIN))
+            plain.append(_marked(speed, best == PLAIN))
         speed = _speed(row.tokens_per_second, row.within_slo)
-        cells[row.method].append(_marked(speed, fastest == row.method))
-    for name, row_cells in cells.items():
+        cells[row.method].append(_marked(speed, best == row.method))
+    for row_cells in cells.values():
         if len(row_cells) > 3:
             table.add(*row_cells)
-        elif report.studies.load:
-            table.note += f" {name} is not measured under load."
+    if table.rows:
+        table.add(*margins)
     return table
+
+
+def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
+    """Return the sentences below the verdicts: what the columns mean, and what is missing."""
+    remarks = [
+        "Per step: tokens kept per forward of the target."
+        " Identical: greedy answers equal to plain vLLM's. Best: the fastest at this load."
+    ]
+    if any("RUN_DIR" in advice.command for advice in vllm.advice or []):
+        remarks.append("RUN_DIR is this run's directory.")
+    for method in vllm.methods or []:
+        if method.failed:
+            remarks.append(f"{method.name} failed: {method.failed}.")
+    for name, reason in (vllm.failed_loads or {}).items():
+        remarks.append(f"{name} failed under load: {reason}.")
+    native = report.native
+    others = [other.name for other in (native.baselines if native else None) or []]
+    missing = [name for name in NATIVE_ONLY if name in others]
+    if missing:
+        remarks.append(f"vLLM has no {' and no '.join(missing)}: see the table Methods.")
+    return remarks
+
+
+def _margin(choice: ServingChoice | None) -> str:
+    """Format by how much the fastest method at a load is faster than the second."""
+    if choice is None or choice.margin is None:
+        return UNKNOWN
+    return f"{percent(choice.margin)} over {choice.second}"
 
 
 def _marked(speed: str, is_best: bool) -> str:

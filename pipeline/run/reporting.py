@@ -30,23 +30,23 @@ def publish_report(context: Context) -> None:
     config = context.config
     report = assemble_report(context.run, config)
     extras = drawing_data(context.run)
+    if not config.report.show_text:
+        extras = replace(extras, samples=[])
     for name, text in report_texts(report, extras).items():
         write_text(context.run.path / name, text)
-    export = context.run.latest("export")
-    if export is not None:
-        to = context.resolved.repositories
-        tuned = context.resolved.method.tunes_backbone
-        published = Published(
-            report,
-            config,
-            repo_id=to.heads,
-            base_model=to.backbone if tuned else config.target.model,
-            tuned=tuned,
-            licence=Licence(config.push.license) if config.push.license else None,
-            data_set=to.data_set,
-        )
-        write_text(export.path / "README.md", model_card(published))
-    print_report(report, context.console, extras)
+    to = context.resolved.repositories
+    tuned = context.resolved.method.tunes_backbone
+    published = Published(
+        report,
+        config,
+        repo_id=to.heads,
+        base_model=to.backbone if tuned else config.target.model,
+        tuned=tuned,
+        licence=Licence(config.push.license) if config.push.license else None,
+        data_set=to.data_set,
+    )
+    write_text(context.upstream["export"].path / "README.md", model_card(published))
+    print_report(report, context.console, context.run.path)
 
 
 def assemble_report(run: RunDirectory, config: Config, without: Collection[str] = ()) -> Report:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.check_result import (
+    BatchLimits,
     CheckResult,
     Limits,
     ServedModel,
@@ -41,7 +42,7 @@ from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import read_questions
 from pipeline.evaluation.answer_files import read_answers, write_answers, write_model_answers
-from pipeline.evaluation.batch_limits import gpu_figures, memory_bound_tokens
+from pipeline.evaluation.batch_limits import batch_limits, gpu_figures
 from pipeline.evaluation.measuring import AnswerLines, check_with_engine, join_engines
 from pipeline.evaluation.original import compare_with_original
 from pipeline.evaluation.prompts import (
@@ -62,7 +63,7 @@ from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
 from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage, reads
-from pipeline.run.estimate import target_sizes
+from pipeline.run.estimate import CACHED_TOKENS, planned_gpu_memory, target_sizes
 from pipeline.run.resolved import ENGINE_SECTIONS
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.receipts import Identity, Summary
@@ -70,6 +71,7 @@ from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
 from pipeline.targets.spec import (
     TargetSpec,
+    cached_numbers,
     context_length,
     model_config,
     quantization_format,
@@ -77,7 +79,7 @@ from pipeline.targets.spec import (
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 21
+VERSION = 22
 FIGURES = ("native.acceleration_rate", "native.speedup", "vllm.acceleration_rate")
 LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `Limits`
 
@@ -180,26 +182,34 @@ class CheckEngines:
             held_out = calibration.chain[calibration.num_speculative_tokens - 1]
         figures = with_expectations(result.vllm, chain, held_out)
         if "load" in request.settings.studies:
-            load = self.call(load_study, "vllm", request=request)
-            tokens = self.memory_bound_tokens(result)
+            load, failed = self.call(load_study, "vllm", request=request)
             figures = with_choices(figures, load, request.target.model)
-            figures = replace(figures, studies=Studies(load=load), memory_bound_tokens=tokens)
+            figures = replace(figures, studies=Studies(load=load), failed_loads=failed or None)
+            gpus = (result.hardware or {}).get("gpus")
+            if gpus:
+                figures = replace(figures, batch_limits=self.batch_limits(gpus[0]))
         return figures
 
-    def memory_bound_tokens(self, result: CheckResult) -> int | None:
-        """Return the tokens up to which a step of the target is bound by memory on the GPU used.
+    def batch_limits(self, gpu: str) -> BatchLimits | None:
+        """Return the limits of a batch on the GPU that decoded, by its name.
 
-        The result is None without a GPU, and if its figures or the target's size are unknown.
+        The result is None if the GPU's figures, its memory or the target's size are unknown.
         """
-        resolved = self.context.resolved
-        target = target_sizes(resolved)
-        names = (result.hardware or {}).get("gpus")
-        if target is None or not names:
+        run = self.context.resolved
+        target = target_sizes(run)
+        memory = planned_gpu_memory(run)
+        if target is None or memory is None:
             return None
-        gpu = gpu_figures(resolved.config.placement, names[0], target)
-        if gpu is None:
+        figures = gpu_figures(run.config.placement, gpu, target)
+        if figures is None:
             return None
-        return memory_bound_tokens(gpu, target.weight_bytes() / target.parameters)
+        return batch_limits(
+            figures,
+            target,
+            memory=memory * run.gpus_of("generate"),
+            cached_bytes=cached_numbers(run.target_config) * target.itemsize,
+            sequence_tokens=min(CACHED_TOKENS, run.context),
+        )
 
     def with_served_model(self, request: CheckRequest, result: CheckResult) -> CheckResult:
         """Repeat the check on the served copy of the target; add the copy's figures to the result.

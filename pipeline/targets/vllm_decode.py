@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -38,7 +38,6 @@ from pipeline.targets.spec import (
 from pipeline.targets.vllm_engine import RunningEngine, sampling_params, token_prompt
 
 NUM_WARM_UPS = 2  # prompts that are not timed
-NUM_IN_TURN = 8  # prompts that are also decoded one after another
 
 
 @dataclass(frozen=True)
@@ -49,15 +48,15 @@ class VLLMTexts:
         token_ids: The generated token ids for each prompt, without the prompt.
         accepted: For each prompt, the number of tokens that each forward after the prefill added.
         seconds: The duration of each repeat, with all prompts at once.
-        seconds_in_turn: The duration of each repeat of the first `NUM_IN_TURN` prompts, one after
-            another.
+        seconds_in_turn: For each repeat, the duration of each prompt that was decoded alone, by its
+            index.
         failed: Why an optional task failed; its other attributes are empty.
     """
 
     token_ids: list[list[int]] = field(default_factory=list)
     accepted: list[list[int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    seconds_in_turn: list[float] = field(default_factory=list)
+    seconds_in_turn: list[dict[int, float]] = field(default_factory=list)
     failed: str = ""
 
     @property
@@ -70,10 +69,18 @@ class VLLMTexts:
         num_tokens = sum(map(len, self.token_ids))
         return [num_tokens / seconds for seconds in self.seconds]
 
-    def in_turn(self) -> list[float]:
-        """Return the tokens per second of each repeat with one prompt after another."""
-        num_tokens = sum(map(len, self.token_ids[:NUM_IN_TURN]))
-        return [num_tokens / seconds for seconds in self.seconds_in_turn]
+    def in_turn(self, rows: Collection[int] | None = None) -> list[float]:
+        """Return the tokens per second of each repeat with one prompt after another.
+
+        Args:
+            rows: Count only these prompts; None counts all that were decoded alone.
+        """
+        speeds = []
+        for seconds in self.seconds_in_turn:
+            counted = [row for row in seconds if rows is None or row in rows]
+            num_tokens = sum(len(self.token_ids[row]) for row in counted)
+            speeds.append(num_tokens / sum(seconds[row] for row in counted))
+        return speeds
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,7 @@ class DecodeTask:
         prompts: The token ids of each prompt.
         engine_args: Arguments of `vllm.LLM`; empty for plain decoding. With heads, they have a
             `speculative_config`, or their `model` is an export that itself names the target.
+        in_turn: The indices of the prompts that are also decoded one after another.
         repeats: How often the prompts are decoded, all at once and some in turn.
         gpus: Tensor-parallel size; 0 runs on the CPU.
         name: The decoding method, for the progress.
@@ -94,6 +102,7 @@ class DecodeTask:
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     engine_args: EngineArgs = field(default_factory=dict)
+    in_turn: Sequence[int] = ()
     repeats: int = 1
     gpus: int = 0
     name: str = "plain vLLM"
@@ -170,9 +179,9 @@ def _measure(running: RunningEngine, task: DecodeTask, report: Report) -> VLLMTe
         started = time.perf_counter()
         answers = _generate_in_vllm(running, requests, eos, turn_of, report)
         seconds.append(time.perf_counter() - started)
-        started = time.perf_counter()
-        _generate_in_turn(running, requests[:NUM_IN_TURN], eos, f"{turn_of}, one at a time", report)
-        seconds_in_turn.append(time.perf_counter() - started)
+        alone = [requests[row] for row in task.in_turn]
+        durations = _generate_in_turn(running, alone, eos, f"{turn_of}, one at a time", report)
+        seconds_in_turn.append(dict(zip(task.in_turn, durations, strict=True)))
     return VLLMTexts(
         token_ids=[list(chain.from_iterable(steps)) for steps in answers],
         accepted=[[len(new_ids) for new_ids in steps[1:]] for steps in answers],
@@ -187,11 +196,15 @@ def _generate_in_turn(
     eos: tuple[int, ...],
     part: str,
     report: Report,
-) -> None:
-    """Run one request after another in a vLLM engine."""
+) -> list[float]:
+    """Run one request after another in a vLLM engine; return their durations in seconds."""
+    durations = []
     for place, request in enumerate(requests, 1):
+        started = time.perf_counter()
         _generate_in_vllm(running, [request], eos, part, lambda **progress: None)
+        durations.append(time.perf_counter() - started)
         report(part=part, done=place, total=len(requests), unit="prompts")
+    return durations
 
 
 def _generate_in_vllm(

@@ -20,7 +20,7 @@ from pipeline.conversations.requests import Request
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.targets.loading import require_gpus
 from pipeline.targets.own_process import Report, in_own_process
-from pipeline.targets.spec import EngineArgs, TargetSpec, eos_token_ids, last_line
+from pipeline.targets.spec import EngineArgs, TargetSpec, eos_token_ids, last_line, one_line
 from pipeline.targets.vllm_decode import DecodeTask
 from pipeline.targets.vllm_engine import engine_arguments, import_vllm
 from pipeline.targets.vllm_server import LOOPBACK, Address, free_port, running_server, server_flags
@@ -69,25 +69,25 @@ class LoadFigures:
 
 def serve_under_load(
     tasks: Sequence[LoadTask], on_report: Report | None = None
-) -> list[list[LoadFigures]]:
+) -> list[list[LoadFigures] | str]:
     """Measure one vLLM server for each task; return the figures of each task's load levels.
 
     Servers run one after another. Texts are greedy and end at the target's own EOS ids. Prefixes
-    are not cached. An optional task that fails has no figures.
+    are not cached. An optional task that fails has the reason instead of figures.
 
     Raises:
         ConfigError: As `engine_arguments` does.
         EnvironmentFault: vLLM is not importable, GPUs are missing, the server cannot start, or
             requests fail.
     """
-    found = []
+    found: list[list[LoadFigures] | str] = []
     for task in tasks:
         try:
             found.append(in_own_process(measure_server, task, on_report))
-        except MedusaDistillError:
+        except MedusaDistillError as error:
             if not task.optional:
                 raise
-            found.append([])
+            found.append(one_line(error))
     return found
 
 

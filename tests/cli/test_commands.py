@@ -137,7 +137,7 @@ def test_a_mistake_in_the_words_of_run_starts_nothing(command, config_file, tmp_
 def test_a_failed_check_is_exit_code_1_after_the_report(command, config_file, copied_run):
     ended = command("run", config_file, "check.min_acceleration_rate=9", *INLINE)
     assert ended.code == 1 and "acceleration rate" in one_paragraph(ended.err)
-    assert "check failed" in ended.out
+    assert "Check failed" in ended.out
     assert "\n✓ export " in ended.out and "\n✗ check " in ended.out
     status = command("status", copied_run.path).out
     assert states(status) == dict.fromkeys(STAGES, "done") | {"check": "failed"}

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
 from contextlib import closing
+from pathlib import Path
 
 import pytest
+import yaml
 
+from pipeline.cli.serve import _server_arguments
 from pipeline.targets.own_process import environment
 from pipeline.targets.vllm_server import LOOPBACK, free_port
 from tests.forks import has_ended
@@ -89,3 +93,26 @@ def test_a_taken_port_is_refused(command, finished_run):
 def test_an_argument_that_vllm_does_not_know_is_refused(command, finished_run):
     ended = command("serve", finished_run.path, "--port", free_port(), "--", "--no-such-thing")
     assert ended.code == 4 and "--no-such-thing" in ended.err
+
+
+def test_the_target_has_the_settings_of_its_run(copied_run, tmp_path):
+    file = copied_run.path / "run.yaml"
+    settings = yaml.safe_load(file.read_text())
+    template = str(tmp_path / "chat.jinja")
+    Path(template).write_text("{{ messages }}")
+    settings["target"] |= {"chat_template": template, "dtype": "bfloat16"}
+    file.write_text(yaml.safe_dump(settings))
+    served = _server_arguments(copied_run.path, None, ["target.dtype=float32"], 0)
+    assert served["chat_template"] == "{{ messages }}" and served["dtype"] == "float32"
+    assert served["served_model_name"] == Path(settings["target"]["model"]).name
+    elsewhere = tmp_path / "copy"
+    shutil.copytree(copied_run.latest("export").path, elsewhere)
+    assert _server_arguments(elsewhere, None, [], 0)["chat_template"] is None
+
+
+def test_a_tuned_target_is_named_after_its_heads(finished_run, tmp_path):
+    heads = tmp_path / "my-heads"
+    shutil.copytree(finished_run.latest("export").path, heads)
+    target = Path(json.loads((heads / "config.json").read_text())["base_model_name_or_path"])
+    shutil.copytree(target, heads / "backbone")
+    assert _server_arguments(heads, None, [], 0)["served_model_name"] == "my-heads"

@@ -146,6 +146,12 @@ def test_retrieval_and_lookahead_change_no_token(check, asked, finished_run):
     assert lookahead.datastore is None is lookahead.drafted_share
 
 
+def test_heads_without_a_run_have_the_same_limits(finished_run, tiny_target):
+    too_long = CheckConfig(prompts=1, draft_tokens=[99])
+    with pytest.raises(ConfigError, match="and 99 are asked for"):
+        measure_heads(finished_run.latest("export").path, TargetSpec(str(tiny_target)), too_long)
+
+
 def test_retrieval_without_a_run_is_refused_before_decoding(check, asked, monkeypatch):
     monkeypatch.setattr(native, "load_on_gpus", lambda *_: pytest.fail("loaded"))
     for name in ("native", "vllm"):

@@ -46,7 +46,8 @@ def check(monkeypatch, tiny_target):
         decoded = []
         for texts, steps, speed in ((plain, (), 20.0), (accelerated, accepted, 30.0)):
             seconds = sum(map(len, texts)) / speed
-            decoded.append(VLLMTexts(texts, steps, [seconds], [2 * seconds]))
+            alone = dict.fromkeys(range(len(texts)), 2 * seconds / len(texts))
+            decoded.append(VLLMTexts(texts, steps, [seconds], [alone]))
         decoded.append(VLLMTexts(failed="no n-grams"))
         monkeypatch.setattr(served, "decode_in_vllm", lambda *arguments, **more: decoded)
         target = TargetSpec(str(tiny_target))
@@ -152,20 +153,20 @@ def test_all_servers_are_asked_alike(tiny_target, monkeypatch):
     def serve_under_load(tasks, told):
         asked.extend(tasks)
         plain = [measured(level, seconds=1.0, num_tokens=100) for level in tasks[0].levels]
-        return plain, plain, []
+        return plain, plain, "It died."
 
     asked: list[LoadTask] = []
     monkeypatch.setattr(served, "serve_under_load", serve_under_load)
     settings = CheckConfig(max_new_tokens=9, studies=["load"], slo={"ttft_ms": 200})
     target = TargetSpec(str(tiny_target))
     request = CheckRequest(target, "export", PROMPTS, settings, speculative_config=CHAIN)
-    found = load_study(request, gpus=0)
+    found, failed = load_study(request, gpus=0)
     task = LoadTask(target, [[0, 5], [0, 6]], 9, repeats=settings.repeats, levels=LEVELS)
     heads = {"speculative_config": CHAIN}
     assert asked[:2] == [task, replace(task, engine_args=heads, name="vLLM with the heads")]
     assert asked[2].engine_args["speculative_config"]["method"] == "ngram" and asked[2].optional
     assert [row.requests for row in found] == [1, 2, 4, 8, 16, 32, 64]
-    assert {row.method for row in found} == {"heads"}, "the last server failed"
+    assert {row.method for row in found} == {"heads"} and failed == {"ngram": "It died."}
 
 
 def test_a_row_has_the_range_of_several_passes():

@@ -67,7 +67,7 @@ def choice(requests: int, method: str, speedup: float, second: str, margin: floa
     )
 
 
-def advice_of(*choices: ServingChoice) -> list[str]:
+def advice_of(*choices: ServingChoice) -> list[tuple[str, str]]:
     methods = [
         ServedMethod(name="heads", speculative_config={"method": "eagle"}),
         ServedMethod(
@@ -76,17 +76,23 @@ def advice_of(*choices: ServingChoice) -> list[str]:
         ),
         ServedMethod(name="ngram", speculative_config={"method": "ngram"}),
     ]
-    return serving_advice(choices, methods, "my/model")
+    return [(each.text, each.command) for each in serving_advice(choices, methods, "my/model")]
 
 
 def test_each_load_has_its_verdict_and_command():
     one = choice(1, "heads", 1.63, "ngram", 0.358, True)
     many = choice(32, "plain", 1.0, "ngram", 0.02, False)
     assert advice_of(one, many) == [
-        "1 at a time: serve heads, 1.63x plain vLLM and 36% faster than ngram (more than repeats"
-        " scatter): `medusa-distill serve RUN_DIR`.",
-        "32 at a time: serve none, plain vLLM is 2% faster than ngram (no more than repeats"
-        " scatter): `python -m vllm.entrypoints.openai.api_server --model my/model`.",
+        (
+            "1 at a time: serve heads, 1.63x plain vLLM and 36% faster than ngram (more than"
+            " repeats scatter).",
+            "medusa-distill serve RUN_DIR",
+        ),
+        (
+            "32 at a time: serve none, plain vLLM is 2% faster than ngram (no more than repeats"
+            " scatter).",
+            "python -m vllm.entrypoints.openai.api_server --model my/model",
+        ),
     ]
 
 
@@ -97,16 +103,17 @@ def test_loads_with_the_same_answer_are_one_sentence(loads, named):
     second, third = ("plain", 0.1), ("heads", 0.3)
     choices = [choice(loads[0], "ngram", 1.1, *second)]
     choices += [choice(load, "ngram", 4.4, *third) for load in loads[1:]]
-    (sentence,) = advice_of(*choices)
-    assert sentence.startswith(
+    ((sentence, command),) = advice_of(*choices)
+    assert sentence == (
         f"{named}: serve ngram, 1.10x to 4.40x plain vLLM and at least 10% faster than plain (one"
-        " repeat: its scatter is unknown): `python -m"
+        " repeat: its scatter is unknown)."
     )
-    assert '--speculative-config \'{"method": "ngram"}\'`.' in sentence
+    assert command.endswith('--speculative-config \'{"method": "ngram"}\'')
 
 
 def test_other_numbers_of_draft_tokens_become_the_export_s():
-    (sentence,) = advice_of(choice(1, "heads with 5 drafts", 2.0, "heads", 0.1))
-    assert sentence.endswith(
-        "`medusa-distill run CONFIG calibrate.draft_tokens=5 && medusa-distill serve RUN_DIR`."
+    ((_, command),) = advice_of(choice(1, "heads with 5 drafts", 2.0, "heads", 0.1))
+    assert command == (
+        "medusa-distill run RUN_DIR/run.yaml calibrate.draft_tokens=5"
+        " && medusa-distill serve RUN_DIR"
     )

@@ -129,10 +129,17 @@ def test_loads_bound_by_computation_are_marked(report, extras):
     text = texts(report, extras)["report.md"]
     assert [row[1] for row in cells_of(text)["Study: load"][1:]] == ["50", "51", "50", "51"]
     assert "By arithmetic" not in text
-    vllm["memory_bound_tokens"] = 300
+    vllm["batch_limits"] = {
+        "tflops": 60,
+        "bandwidth_gbs": 200,
+        "memory_bound_tokens": 300,
+        "sequences": 17,
+        "sequence_tokens": 4096,
+    }
     text = texts(report, extras)["report.md"]
     assert [row[1] for row in cells_of(text)["Study: load"][1:]] == ["50", "51 *", "50", "51"]
     assert "bound by memory up to 300 tokens" in text
+    assert "GPU memory holds 17 sequences of 4,096 tokens" in text
 
 
 def test_markdown_shows_hostile_names_as_text(report):
@@ -149,7 +156,7 @@ def test_any_part_may_be_missing(report, extras, gone):
     report.pop(gone, None)
     extras.pop(gone, None)
     Reader(texts(report, extras)["report.html"])
-    assert printed(report, extras, width=80)
+    assert printed(report, width=80)
 
 
 def test_what_has_not_run_is_called_so():
@@ -157,15 +164,23 @@ def test_what_has_not_run_is_called_so():
     tables = cells_of(found["report.md"])
     assert {row[1] for row in tables["Headline"][1:]} == {"not run"}
     assert "not run" in found["report.html"]
-    assert "check not run" in printed({}, {}) and "Heads: not run" in printed({}, {})
+    assert "Check not run" in printed({}) and "my-run/report.html" in printed({})
 
 
 def test_every_form_states_the_reasons_of_a_failed_check(report, extras):
     failures = ["vLLM accepted nothing.", "Row 3 differs."]
     report["check"] |= {"passed": False, "failures": failures}
     found = texts(report, extras)
-    for text in (found["report.md"], found["report.html"], printed(report, extras, width=100)):
+    for text in (found["report.md"], found["report.html"], printed(report, width=100)):
         assert "heck failed" in text and all(failure in text for failure in failures)
+
+
+def test_every_form_states_what_a_passed_check_is_worth(report, extras):
+    report["check"]["native"]["speedup"] = 0.62
+    found = texts(report, extras)
+    for text in (found["report.md"], found["report.html"], printed(report, width=100)):
+        assert "Check passed: greedy text unchanged" in text
+        assert "0.62x natively: slower with heads" in text
 
 
 # --- report.html
@@ -226,6 +241,13 @@ def test_a_step_has_one_colour_and_its_neighbours_others(report, extras):
     assert "7 tokens in 4 steps: 1.75 a step" in text
 
 
+def test_long_prompts_are_cut(report, extras):
+    extras["samples"][0]["prompt"] = "page" * 50 + "question" * 25 + "\n"
+    assert '<p class="prompt">…' + "question" * 25 + "</p>" in html(report, extras)
+    extras["samples"][0]["prompt"] = "question" * 25
+    assert '<p class="prompt">' + "question" * 25 + "</p>" in html(report, extras)
+
+
 # --- terminal
 
 
@@ -233,31 +255,44 @@ def test_a_step_has_one_colour_and_its_neighbours_others(report, extras):
 def test_output_is_plain_and_fits_off_a_terminal(report, extras, width):
     report["target"] = "/some/where/" + "very-long-name-" * 20
     report["check"] |= {"passed": False, "failures": ["A sentence. " * 30]}
-    lines = printed(report, extras, width=width).splitlines()
+    lines = printed(report, width=width).splitlines()
     assert max(map(len, lines)) <= min(width, 100)
     assert "\x1b" not in "".join(lines)
-    assert "\x1b[" in printed(report, extras, force_terminal=True, color_system="standard")
+    assert "\x1b[" in printed(report, force_terminal=True, color_system="standard")
 
 
 def test_no_text_is_taken_for_markup_or_a_control_sequence(report, extras):
     report["target"] = "[red]x[/red] [link=a]\x1b[31mred\x07"
     report["quarantine"] = {"[bold]": {"[/nope]": 3}}
-    text = printed(report, extras, width=100)
+    text = printed(report, width=100)
     assert all(part in text for part in ("[red]x[/red] [link=a]", "[bold]", "[/nope]"))
     assert "\x1b" not in text and "\x07" not in text
 
 
 def test_methods_are_compared_by_category(report, extras):
-    rates = {"math": 1.5, "poems": 1.25}
+    rows = [
+        {"category": "math", "prompts": 2, "acceleration_rate": 1.5, "tokens_per_second": 30},
+        {"category": "poems", "prompts": 3, "acceleration_rate": 1.25, "tokens_per_second": 25},
+    ]
     check = report["check"]
-    check["native"] |= {"baselines": [{"name": "retrieval", "categories": rates}]}
+    own = {"categories": [{**row, "baseline_tokens_per_second": 20} for row in rows]}
+    check["native"] |= {**own, "baselines": [{"name": "retrieval", "categories": rows}]}
     trees = [{"tree": "the export's", "nodes": 9, "categories": {"math": 2.5, "poems": 2.0}}]
     check["native"]["studies"] = {"trees": [*trees, {"tree": "plain", "nodes": 0}]}
-    check["vllm"] |= {"methods": [{"name": "ngram", "categories": rates}, {"name": "heads"}]}
-    rows = cells_of(texts(report, extras)["report.md"])["Methods by category"]
-    assert rows == [
+    one = {"name": "suffix", "categories": rows[:1]}
+    check["vllm"] |= {"methods": [{"name": "ngram", "categories": rows}, {"name": "heads"}, one]}
+    tables = cells_of(texts(report, extras)["report.md"])
+    assert tables["Methods by category"] == [
         ["tokens per step", "math", "poems"],
+        ["heads", "1.50", "1.25"],
         ["retrieval", "1.50", "1.25"],
-        ["tree: the export's", "2.50", "2.00"],
         ["vLLM: ngram", "1.50", "1.25"],
+        ["tree: the export's", "2.50", "2.00"],
+    ]
+    assert tables["Speeds by category"] == [
+        ["tokens/s, one prompt at a time", "math", "poems"],
+        ["plain", "20.0", "20.0"],
+        ["heads", "30.0", "25.0"],
+        ["retrieval", "30.0", "25.0"],
+        ["vLLM: ngram", "30.0", "25.0"],
     ]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pipeline.artifacts.check_result import (
+    Baseline,
     CheckFigures,
     GreedyMatch,
     LoadRow,
+    NativeFigures,
     ServedMethod,
+    ServingAdvice,
     ServingChoice,
     VllmFigures,
 )
 from pipeline.report.report import Report
+from pipeline.report.text_table import markdown_section
 from pipeline.report.what_to_serve import what_to_serve_table
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
@@ -42,22 +46,33 @@ def report_of(*choices: ServingChoice, failed: str | None = None) -> Report:
         methods=methods,
         loads=loads,
         choices=list(choices),
-        advice=["Serve it."],
+        advice=[ServingAdvice(text="Serve it.", command="medusa-distill serve RUN_DIR")],
+        failed_loads={"suffix": "too slow"},
     )
-    return Report(target="my/model", check=CheckFigures(vllm=vllm, passed=True, failures=[]))
+    native = NativeFigures(
+        acceleration_rate=2.0, greedy_match=match, baselines=[Baseline(name="retrieval")]
+    )
+    return Report(
+        target="my/model", check=CheckFigures(native=native, vllm=vllm, passed=True, failures=[])
+    )
 
 
 def test_the_fastest_of_each_load_is_marked():
     found = report_of(
-        ServingChoice(requests=1, method="heads", speedup=1.5, second="ngram"),
+        ServingChoice(requests=1, method="heads", speedup=1.5, second="ngram", margin=0.25),
         ServingChoice(requests=32, method="plain", speedup=1.0, second="heads"),
         failed="broken",
     )
     table = what_to_serve_table(found)
     rows = {row[0]: row for row in table.rows}
-    assert list(rows) == ["plain", "heads", "heads, 5", "ngram"]
+    assert list(rows) == ["plain", "heads", "heads, 5", "ngram", "best over the next"]
+    assert rows["best over the next"][3:] == ("25.0% over ngram", "-")
     assert [cell.endswith("best") for cell in rows["plain"][3:]] == [False, True]
     assert [cell.endswith("best") for cell in rows["heads"][3:]] == [True, False]
     assert not any("best" in cell for cell in rows["ngram"])
-    assert table.note == "Serve it. suffix failed: broken."
+    assert table.note.startswith("Serve it. ") and "RUN_DIR is this run's directory." in table.note
+    assert "suffix failed: broken. suffix failed under load: too slow." in table.note
+    assert "vLLM has no retrieval: see the table Methods." in table.note
+    section = markdown_section(table)
+    assert section.endswith("\n\n```bash\nmedusa-distill serve RUN_DIR\n```")
     assert what_to_serve_table(Report()).rows == []

@@ -39,6 +39,18 @@ def result_of(run) -> CheckResult:
     return from_json(CheckResult, run.latest("check").summary)
 
 
+def test_a_report_without_text_has_no_answers(copied_run, again):
+    page = copied_run.path / "report.html"
+    again()
+    samples = result_of(copied_run).samples
+    assert page.read_text().count('<p class="answer">') == len(samples) == 2
+    again(report__show_text=False)
+    assert stages_run(copied_run) == []
+    card = (copied_run.latest("export").path / "README.md").read_text()
+    for text in (page.read_text(), card):
+        assert "step by step" not in text and samples[0].prompt.strip() not in text
+
+
 def test_a_failed_check_is_reported_and_another_limit_decodes_nothing(copied_run, again):
     push = {"repo_id": "me/heads", "private": False, "base_model": "owner/target", "dry_run": True}
     for _ in range(2):
@@ -211,14 +223,14 @@ def test_a_served_copy_has_the_dtype_of_its_workers(
 def test_a_bound_is_that_of_the_gpu_that_decoded(make_config, tmp_path):
     """121 x 2 / (2 x 0.3) = 403 tokens on an L4, in bfloat16."""
 
-    def bound(dtype: str, gpus: list[str], **changes: object) -> int | None:
+    def bound(dtype: str, gpu: str, **changes: object) -> int | None:
+        changes = {"placement__gpu_memory_gb": 24, **changes}
         context = context_of(make_config(tmp_path, target__dtype=dtype, **changes))
-        engines = CheckEngines(context, None, None, None)
-        return engines.memory_bound_tokens(CheckResult(hardware={"gpus": gpus}))
+        limits = CheckEngines(context, None, None, None).batch_limits(gpu)
+        return limits and limits.memory_bound_tokens
 
-    assert bound("bfloat16", ["NVIDIA L4"]) == 403
-    assert bound("float32", ["NVIDIA L4"]) is None
-    assert bound("bfloat16", ["another"]) is None
+    assert bound("bfloat16", "NVIDIA L4") == 403
+    assert bound("float32", "NVIDIA L4") is None
+    assert bound("bfloat16", "another") is None
     given = {"placement__gpu_tflops": 60, "placement__gpu_bandwidth_gbs": 300}
-    assert bound("bfloat16", ["another"], **given) == 200
-    assert bound("bfloat16", [], **given) is None, "a CPU"
+    assert bound("bfloat16", "another", **given) == 200

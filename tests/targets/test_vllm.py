@@ -193,12 +193,12 @@ def test_vllm_takes_the_steps_that_a_text_takes_natively(
     args |= {"enable_chunked_prefill": True, "max_num_batched_tokens": 32, "max_num_seqs": 3}
     prompts = [[100], [9] * 70, [300, 17], [7] * 45 + [200], [500], [510], [1]]
     target = with_room_for(counting_target, [Prompt("a", ids) for ids in prompts], 33, num_tokens)
-    with_heads, reports = DecodeTask(target, prompts, 33, args), []
+    with_heads, reports = DecodeTask(target, prompts, 33, args, in_turn=(0, 1)), []
     plain, found = decode_in_vllm(
         [replace(with_heads, engine_args={}), with_heads],
         lambda **progress: reports.append(progress),
     )
-    assert (reports[0]["part"], reports[-1]["done"]) == ("plain vLLM starts", 7)
+    assert (reports[0]["part"], reports[-1]["done"]) == ("plain vLLM starts", 2)
     answers = [counted(ids) for ids in prompts]
     assert list(map(len, answers)) == [33, 33, 33, 33, 14, 4, 1]
     assert plain.token_ids == found.token_ids == answers
