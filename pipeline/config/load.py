@@ -48,7 +48,7 @@ GONE_KEYS = {
     ),
 }
 # Parts of an error's location that pydantic adds for the members of a union, and for dict keys.
-ALTERNATIVES = ("int", "float", "bool", "string", "path", "date", "tuple", "list", "dict", "[key]")
+ALTERNATIVES = ("int", "float", "string", "path", "tuple", "[key]")
 
 
 def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:

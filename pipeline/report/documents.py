@@ -140,11 +140,13 @@ def render_html(report: Report, extras: Extras) -> str:
     )
 
 
-def print_report(report: Report, console: Console, extras: Extras) -> None:
-    """Print a report, perhaps of an unfinished run: outcome, warnings and most tables.
+def print_report(report: Report, console: Console, directory: Path) -> None:
+    """Print the figures of a report that matter most, and where the others are.
 
-    The tables of the check and of provenance are left out. The output is at most 100 columns wide,
-    and has escape codes only in a terminal.
+    The output is at most 100 columns wide, and has escape codes only in a terminal.
+
+    Args:
+        directory: The run's directory, with report.html.
     """
     print_text(report_title(report), console, "bold")
     print_text(report_subtitle(report), console, "dim")
@@ -158,7 +160,10 @@ def print_report(report: Report, console: Console, extras: Extras) -> None:
         for advice in report.vllm.advice or []:
             print_text(advice.text, console, "")
             print_text(f"  {advice.command}", console, "dim")
-    tables = report_tables(report, extras)
-    stages, quarantine = tables.pop("stages"), tables.pop("quarantine")
-    del tables["serve"], tables["check"], tables["provenance"]
-    print_tables([headline_table(report), stages, *tables.values(), quarantine], console)
+    tables = [headline_table(report), stages_table(report)]
+    quarantine = quarantine_table(report)
+    if quarantine.rows:
+        tables.append(quarantine)
+    print_tables(tables, console)
+    console.print()
+    print_text(f"All tables and plots: {directory / 'report.html'}", console, "bold")

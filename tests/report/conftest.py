@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,10 +139,10 @@ def html(report: dict, extras: dict) -> str:
     return render_html(typed(report), from_json(Extras, extras))
 
 
-def printed(report: dict, extras: dict, **options: Any) -> str:
+def printed(report: dict, **options: Any) -> str:
     """The report in a terminal."""
     buffer = io.StringIO()
-    print_report(typed(report), Console(file=buffer, **options), from_json(Extras, extras))
+    print_report(typed(report), Console(file=buffer, **options), Path("my-run"))
     return buffer.getvalue()
 
 

@@ -96,7 +96,7 @@ def test_markdown_has_the_numbers_of_the_report(report, extras):
     assert stages["target"] == ["-", "-", "1 min 20 s", ""]
     made = "345,678 tokens, 2,410 tokens/s"
     assert stages["generate"] == ["1,180", "20", "1 min 01 s", made]
-    assert stages["train"][2:] == ["2 h 01 min", "600,246 tokens, 12,000 tokens/s, loss 4.21"]
+    assert stages["train"][2:] == ["2 h 01 min", "600,246 positions, 12,000 positions/s, loss 4.21"]
     assert stages["push"][0] == "not run"
     assert ["generate", "degenerate-loop", "20"] in tables["Quarantine"]
     check = {row[0]: row[1:] for row in tables["Check"]}
@@ -156,7 +156,7 @@ def test_any_part_may_be_missing(report, extras, gone):
     report.pop(gone, None)
     extras.pop(gone, None)
     Reader(texts(report, extras)["report.html"])
-    assert printed(report, extras, width=80)
+    assert printed(report, width=80)
 
 
 def test_what_has_not_run_is_called_so():
@@ -164,21 +164,21 @@ def test_what_has_not_run_is_called_so():
     tables = cells_of(found["report.md"])
     assert {row[1] for row in tables["Headline"][1:]} == {"not run"}
     assert "not run" in found["report.html"]
-    assert "Check not run" in printed({}, {}) and "Heads: not run" in printed({}, {})
+    assert "Check not run" in printed({}) and "my-run/report.html" in printed({})
 
 
 def test_every_form_states_the_reasons_of_a_failed_check(report, extras):
     failures = ["vLLM accepted nothing.", "Row 3 differs."]
     report["check"] |= {"passed": False, "failures": failures}
     found = texts(report, extras)
-    for text in (found["report.md"], found["report.html"], printed(report, extras, width=100)):
+    for text in (found["report.md"], found["report.html"], printed(report, width=100)):
         assert "heck failed" in text and all(failure in text for failure in failures)
 
 
 def test_every_form_states_what_a_passed_check_is_worth(report, extras):
     report["check"]["native"]["speedup"] = 0.62
     found = texts(report, extras)
-    for text in (found["report.md"], found["report.html"], printed(report, extras, width=100)):
+    for text in (found["report.md"], found["report.html"], printed(report, width=100)):
         assert "Check passed: greedy text unchanged" in text
         assert "0.62x natively: slower with heads" in text
 
@@ -255,16 +255,16 @@ def test_long_prompts_are_cut(report, extras):
 def test_output_is_plain_and_fits_off_a_terminal(report, extras, width):
     report["target"] = "/some/where/" + "very-long-name-" * 20
     report["check"] |= {"passed": False, "failures": ["A sentence. " * 30]}
-    lines = printed(report, extras, width=width).splitlines()
+    lines = printed(report, width=width).splitlines()
     assert max(map(len, lines)) <= min(width, 100)
     assert "\x1b" not in "".join(lines)
-    assert "\x1b[" in printed(report, extras, force_terminal=True, color_system="standard")
+    assert "\x1b[" in printed(report, force_terminal=True, color_system="standard")
 
 
 def test_no_text_is_taken_for_markup_or_a_control_sequence(report, extras):
     report["target"] = "[red]x[/red] [link=a]\x1b[31mred\x07"
     report["quarantine"] = {"[bold]": {"[/nope]": 3}}
-    text = printed(report, extras, width=100)
+    text = printed(report, width=100)
     assert all(part in text for part in ("[red]x[/red] [link=a]", "[bold]", "[/nope]"))
     assert "\x1b" not in text and "\x07" not in text
 
