@@ -27,7 +27,7 @@ from pipeline.run.reporting import publish_report
 from pipeline.run.resolved import resolve_run
 from pipeline.run.stage_status import StageStatus, stage_statuses
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
-from pipeline.storage.atomic import disk_errors
+from pipeline.storage.atomic import disk_errors, require_free_disk
 from pipeline.storage.receipts import Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
@@ -137,6 +137,7 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
     Raises:
         CheckFailed: The stage is the check, and its result is not within the limits.
         DataError: The stage's input changed while it ran.
+        EnvironmentFault: The stage is to run, and the disk is nearly full.
     """
     directory = stage.locate(context)
     directory.enter(stage.identity_of(context))
@@ -144,6 +145,7 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
     upstream = stage.contents(context)
     line = f"kept       {directory.path.name}"
     if fresh or not directory.is_whole(upstream):
+        require_free_disk(directory.path, context.config.limits.min_free_disk_gb)
         context.report_damage(directory, directory.begin(upstream, fresh=fresh))
         context.run.event("stage-started", stage=stage.name, fingerprint=directory.fingerprint)
         started = time.monotonic()

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.filesize import decimal
 
+from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
 from pipeline.evaluation.batch_limits import batch_limits, gpu_figures
 from pipeline.execution.placement import most_workers
@@ -37,7 +39,8 @@ from pipeline.run.estimate import (
 from pipeline.run.resolved import ResolvedRun
 from pipeline.run.stage_status import StageStatus, stage_statuses
 from pipeline.stages.generate import check_samples
-from pipeline.storage.atomic import free_disk
+from pipeline.storage.atomic import free_disk, require_free_disk
+from pipeline.storage.receipts import Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.sizes import TargetSizes
@@ -66,15 +69,24 @@ def print_plan(run: ResolvedRun) -> None:
     directory = RunDirectory(run.config.run.directory, run.config.run.store)
     statuses = stage_statuses(directory, run, STAGES)
     elsewhere = on_planned_gpus(run)
-    size = run_size(elsewhere, statuses["seeds"].finished, statuses["generate"].finished)
+    seeds = statuses["seeds"].finished
+    size = run_size(elsewhere, seeds, statuses["generate"].finished)
+    expected = None if size.written else _expected_size(elsewhere, seeds, directory.store)
     unfinished = [name for name, state in statuses.items() if state.status != "done"]
+    if unfinished:
+        try:
+            require_free_disk(directory.store, run.config.limits.min_free_disk_gb)
+        except EnvironmentFault as fault:
+            notes.append(f"! {fault}")
     console = wide_console()
     _print_stages(console, statuses)
     _print_lines(console, notes)
-    _print_lines(console, _size_lines(size, statuses["features"], directory.store))
+    _print_lines(console, _size_lines(size, expected, statuses["features"], directory.store))
     check_samples(run, size, directory.store)
-    _print_lines(console, _training_lines(size))
-    _print_lines(console, _worker_lines(run))
+    likely = expected.size if expected else size
+    is_bound = not (expected or size.written)
+    _print_lines(console, _training_lines(likely, run.config.train, is_bound=is_bound))
+    _print_lines(console, _worker_lines(run, unfinished))
     _print_lines(console, _hour_lines(run, size, directory.store, unfinished))
     target = target_sizes(elsewhere)
     if target is not None:
@@ -108,7 +120,41 @@ def _print_stages(console: Console, statuses: Mapping[str, StageStatus]) -> None
     print_grid(console, ("stage", "what", "shards", "why"), rows)
 
 
-def _size_lines(size: RunSize, features: StageStatus, store: Path) -> Iterator[str]:
+def _newest_result(store: Path, stage: str) -> StageDirectory | None:
+    """Return the newest finished directory of a stage in a store, or None."""
+    done = sorted(store.glob(f"{stage}-*/DONE.json"), key=lambda path: path.stat().st_mtime)
+    return StageDirectory.at(done[-1].parent) if done else None
+
+
+@dataclass(frozen=True)
+class ExpectedSize:
+    """The size of a run whose conversations are as long as those of an earlier run."""
+
+    size: RunSize
+    tokens_per_conversation: int
+    source: str  # the earlier run's result of generate
+
+
+def _expected_size(run: ResolvedRun, seeds: Summary | None, store: Path) -> ExpectedSize | None:
+    """Return the size to expect from the newest conversations in a run's store, or None.
+
+    Their average number of tokens is assumed, at most what the settings allow.
+    """
+    newest = _newest_result(store, "generate")
+    if newest is None or not newest.summary.get("rows"):
+        return None
+    generate = run.config.generate
+    average = round(newest.summary["tokens"] / newest.summary["rows"])
+    average = max(1, min(average, generate.rounds * generate.max_new_tokens))
+    one_answer = generate.model_copy(update={"rounds": 1, "max_new_tokens": average})
+    config = run.config.model_copy(update={"generate": one_answer})
+    size = run_size(replace(run, config=config), seeds, None)
+    return ExpectedSize(size, average, newest.path.name)
+
+
+def _size_lines(
+    size: RunSize, expected: ExpectedSize | None, features: StageStatus, store: Path
+) -> Iterator[str]:
     """Yield lines of `plan` on conversations, tokens and disk space; warn if space is short."""
     need = f"{size.bytes_per_position:,} bytes of states per token"
     if not size.bytes_per_position:
@@ -121,6 +167,13 @@ def _size_lines(size: RunSize, features: StageStatus, store: Path) -> Iterator[s
         if size.samples > 1:
             work += f", {size.samples} answers to each training prompt"
         work += f", {bound}{size.tokens:,} tokens"
+        if expected:
+            work += (
+                f" and about {expected.size.tokens:,} expected"
+                f" ({expected.tokens_per_conversation:,} each, as in {expected.source})"
+            )
+        elif bound:
+            work += " (a bound: every answer as long as allowed)"
         need += f", {decimal(size.disk_bytes)}"
     cached = 0
     if features.directory is not None and features.made:
@@ -132,29 +185,56 @@ def _size_lines(size: RunSize, features: StageStatus, store: Path) -> Iterator[s
         yield "! This does not fit on the disk: name a larger run.store, or set limits."
 
 
-def _training_lines(size: RunSize) -> Iterator[str]:
-    """Yield lines of `plan` on the optimizer steps of training; warn if they are too few."""
-    bound = "about" if size.written else "at most"
+def _training_lines(size: RunSize, train: TrainConfig, *, is_bound: bool) -> Iterator[str]:
+    """Yield lines of `plan` on the optimizer steps of training; warn if they are too few.
+
+    Args:
+        is_bound: Whether `size` is that of the longest answers. They take the most steps, unless
+            the batch or the epochs are `auto`.
+    """
     for recipe in size.recipes:
-        yield f"Training: {bound} {recipe.total_steps:,} steps: {recipe.describe()}."
+        batch = train.batch_tokens
+        if recipe.batch_sequences is not None:
+            batch = train.backbone.batch_sequences
+        steps = f"{recipe.total_steps:,} step"
+        if recipe.total_steps != 1:
+            steps += "s"
+        if not is_bound:
+            steps = f"about {steps}"
+        elif "auto" in (batch, train.epochs):
+            steps += " with that many tokens"
+        else:
+            steps = f"at most {steps}"
+        line = f"Training: {steps}: {recipe.describe()}."
+        if batch == "auto" and not size.written:
+            line += " The batch follows the positions: fewer tokens have smaller batches."
+        yield line
     too_few = too_few_steps(size.recipes) if size.recipes else None
     if too_few:
         yield f"! {too_few}"
 
 
-def _worker_lines(run: ResolvedRun) -> Iterator[str]:
+def _worker_lines(run: ResolvedRun, unfinished: Sequence[str]) -> Iterator[str]:
     """Yield lines of `plan` on the workers of each stage on this machine.
 
-    There are none if the plan is for a Ray cluster or for other GPUs.
+    There are none if the plan is for a Ray cluster or for other GPUs. Workers of unfinished stages
+    that this machine cannot place are what `run` will refuse.
     """
     placement = run.config.placement
+    used = set()
+    for stage in unfinished:
+        used.update(run.sections_of(stage))
     if os.environ.get("RAY_ADDRESS") or placement.gpu_memory_gb:
         return
     for section, wanted in placement.of_stages().items():
         try:
             placed = run.placement(section)
         except EnvironmentFault as error:
-            yield f"{section}: not on this machine. {error.what}"
+            reason = error.what
+            if wanted.gpus_per_worker and not run.machine.gpus:
+                reason = "no GPU on this machine: needs a cluster."
+            if section in used:
+                yield f"! {section}: {reason} `run` will refuse this here."
             continue
         line = (
             f"{section}: {placed.workers} worker(s), {placed.gpus} GPU and {placed.cpus} CPU each"
@@ -170,10 +250,9 @@ def _hour_lines(
 ) -> Iterator[str]:
     """Yield lines of `plan` on the time of unfinished stages, from the rates of finished ones."""
     for stage, counted in TIMED_STAGES.items():
-        done = sorted(store.glob(f"{stage}-*/DONE.json"), key=lambda path: path.stat().st_mtime)
-        if stage not in unfinished or size.tokens is None or not done:
+        newest = _newest_result(store, stage)
+        if stage not in unfinished or size.tokens is None or newest is None:
             continue
-        newest = StageDirectory.at(done[-1].parent)
         summary = newest.summary
         if not summary.get("tokens_per_second") or not summary.get("tokens"):
             continue

@@ -1,9 +1,9 @@
 """Report a stage's progress, also from worker processes, and display it.
 
-`Meter` shows a live bar on a terminal; elsewhere it prints a line every 15 seconds at most. In the
-process that created a `ProgressReporter` or a `ShardProgress`, a report is shown at once. A copy
-that was pickled to another process writes a `ProgressFile`, which the waiting process reads in
-`poll`.
+`Meter` shows a live bar on a terminal, or a spinner while the end is unknown; elsewhere it prints a
+line every 15 seconds at most. In the process that created a `ProgressReporter` or a
+`ShardProgress`, a report is shown at once. A copy that was pickled to another process writes a
+`ProgressFile`, which the waiting process reads in `poll`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rich import progress as bars
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
+from rich.text import Text
 
 from pipeline.formatting import duration, visible
 from pipeline.storage.progress_file import ProgressFile
@@ -40,6 +41,13 @@ class Progress:
     total: int = 0
     unit: str = "prompts"
     note: str = ""  # a rate or a loss
+
+    @property
+    def count(self) -> str:
+        """The number of finished units in words; empty if nothing is known yet."""
+        if self.total:
+            return f"{self.done} of {self.total} {self.unit}"
+        return f"{self.done} {self.unit}" if self.done else ""
 
 
 class ProgressReporter:
@@ -186,6 +194,35 @@ def with_progress(arguments: dict[str, object], progress: object) -> dict[str, o
     return {**arguments, "progress": progress}
 
 
+class BarOrSpinner(bars.ProgressColumn):
+    """A column of the live display: a bar, or a spinner while the total is unknown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bar, self._spinner = bars.BarColumn(), bars.SpinnerColumn()
+
+    def render(self, task: bars.Task) -> RenderableType:
+        """Render the bar or spinner of a task."""
+        if task.total is None:
+            return self._spinner.render(task)
+        return self._bar.render(task)
+
+
+class TimeLeft(bars.ProgressColumn):
+    """A column of the live display: the estimated time left; empty without an estimate."""
+
+    max_refresh = 0.5
+
+    def render(self, task: bars.Task) -> Text:
+        """Render the time left of a task."""
+        return Text(time_left(task))
+
+
+def time_left(task: bars.Task) -> str:
+    """Format the estimated time left of a task; empty without an estimate and at the end."""
+    return f"{duration(task.time_remaining)} left" if task.time_remaining else ""
+
+
 class Meter:
     """The display of a stage's progress: a live bar on a terminal, plain lines elsewhere."""
 
@@ -195,18 +232,22 @@ class Meter:
         self._last_line = time.monotonic()
         self._bar = bars.Progress(
             bars.TextColumn(f"{{task.description:>{STAGE_WIDTH}}}"),
-            bars.BarColumn(),
-            bars.MofNCompleteColumn(),
-            bars.TextColumn("{task.fields[note]}"),
+            BarOrSpinner(),
+            bars.TextColumn("{task.fields[text]}"),
             bars.TimeElapsedColumn(),
-            bars.TimeRemainingColumn(),
+            TimeLeft(),
             console=console,
             transient=True,
             disable=not console.is_terminal,
             get_time=time.monotonic,
             speed_estimate_period=SECONDS_OF_RATE,
         )
-        self._task = self._bar.add_task(name, total=None, note="")
+        self._task = self._add_task(Progress())
+
+    def _add_task(self, now: Progress) -> bars.TaskID:
+        """Add the part of a stage that begins to the live display."""
+        total = now.total or None
+        return self._bar.add_task(self.name, total=total, completed=now.done, text="")
 
     def __enter__(self) -> Meter:
         self._bar.start()
@@ -220,25 +261,21 @@ class Meter:
         part = (now.part, now.unit, now.total)
         if part != self._part:
             self._part = part
-            self._bar.reset(self._task, total=now.total or None, completed=now.done)
-        note = ", ".join(filter(None, [now.note, now.part]))
-        self._bar.update(self._task, completed=now.done, note=note)
+            self._bar.remove_task(self._task)  # a reset would keep the total where none is known
+            self._task = self._add_task(now)
+        text = _joined(now.count, now.note, now.part)
+        self._bar.update(self._task, completed=now.done, text=text)
         moment = time.monotonic()
         if not self.console.is_terminal and moment - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = moment
-            self.console.print(self._line(now, note), highlight=False, soft_wrap=True)
+            left = time_left(self._bar.tasks[0])
+            line = f"{self.name}: {_joined(now.count, left, now.note, now.part)}"
+            self.console.print(line, highlight=False, soft_wrap=True)
 
-    def _line(self, now: Progress, note: str) -> str:
-        """Format a stage's progress, and the estimated time left, as one line."""
-        parts = [f"{self.name}: {now.done} {now.unit}"]
-        if now.total:
-            parts = [f"{self.name}: {now.done} of {now.total} {now.unit}"]
-            seconds = self._bar.tasks[0].time_remaining
-            if seconds is not None:
-                parts.append(f"{duration(seconds)} left")
-        if note:
-            parts.append(note)
-        return ", ".join(parts)
+
+def _joined(*texts: str) -> str:
+    """Join those texts about a stage's progress that are not empty."""
+    return ", ".join(filter(None, texts))
 
 
 def print_stage(console: Console, mark: str, stage: str, text: str) -> None:

@@ -73,9 +73,10 @@ class Recipe:
 
     def describe(self) -> str:
         """Return the training recipe in words: `4 epochs of 146 steps, …`."""
-        unit = "epoch" if self.epochs == 1 else "epochs"
+        epochs = "epoch" if self.epochs == 1 else "epochs"
+        steps = "step" if self.steps_per_epoch == 1 else "steps"
         return (
-            f"{self.epochs:,} {unit} of {self.steps_per_epoch:,} steps, {self.batch_tokens:,}"
+            f"{self.epochs:,} {epochs} of {self.steps_per_epoch:,} {steps}, {self.batch_tokens:,}"
             f" positions each; peak learning rate {self.lr:.2g}"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -74,12 +75,46 @@ def test_plan_bounds_tokens_and_states(command, config_file, words, said, tokens
 
 def test_plan_counts_steps_and_warns_of_too_few(command, config_file, copied_run):
     """At most 2 answers of 15 tokens of each of the 24 conversations that are not held out."""
+    out = command("plan", config_file, "train.batch_tokens=1").out
+    assert re.search(r"Training: about \d+ steps: 1 epoch of", out) and "Too few" not in out
+    shutil.rmtree(copied_run.latest("generate").path)
     few = ("train.batch_tokens=100", "train.epochs=3", "train.num_heads=2")
     out = command("plan", config_file, "generate.max_new_tokens=15", *few).out
     assert "Training: at most 24 steps: 3 epochs of 8 steps, 100 positions each" in out
     assert "Too few optimizer steps (24)" in out and "train.epochs" in out
-    out = command("plan", config_file, "train.batch_tokens=1").out
-    assert re.search(r"Training: about \d+ steps: 1 epoch of", out) and "Too few" not in out
+    out = command("plan", config_file, "train.batch_tokens=auto").out
+    assert (
+        "steps with that many tokens: 1 epoch" in out and "The batch follows the positions" in out
+    )
+
+
+def test_plan_expects_conversations_as_long_as_earlier_ones(command, config_file, copied_run):
+    """40 conversations, 24 to train on, in steps of 100 positions, are at most 192 tokens each."""
+    earlier = copied_run.latest("generate")
+    rows = stored(earlier)
+    average = round(sum(span["end"] - span["start"] for row in rows for span in row["spans"]) / 40)
+    words = ("generate.max_new_tokens=99", "train.batch_tokens=100", "train.epochs=2")
+    out = command("plan", config_file, *words).out
+    expected = f"about {40 * average:,} expected ({average} each, as in {earlier.path.name})"
+    assert f"at most 7,680 tokens and {expected}" in out
+    steps = 2 * math.ceil(24 * average / 100)
+    assert f"Training: about {steps} steps: 2 epochs of {steps // 2} steps, 100 pos" in out
+    out = command("plan", config_file, "generate.max_new_tokens=2", "train.num_heads=1").out
+    assert "at most 160 tokens and about 160 expected (4 each" in out
+    out = command("plan", config_file, *words, "run.name=next").out
+    assert "(a bound: every answer as long as allowed)" in out and "expected" not in out
+
+
+def test_a_nearly_full_disk_is_refused_before_the_first_stage(command, config_file, copied_run):
+    """`plan` has it as a note. A run with nothing to make needs no space."""
+    full, refusal = "limits.min_free_disk_gb=1e9", "less than limits.min_free_disk_gb = 1000000000"
+    changed = (config_file, full, "seeds.holdout=0.3")
+    ended = command("plan", *changed)
+    assert ended.code == 0 and refusal in ended.out
+    ended = command("run", *changed, "--executor", "inline")
+    assert ended.code == 4 and refusal in ended.err and "✓" not in ended.out
+    assert refusal not in command("plan", config_file, full).out
+    assert command("run", config_file, full, "--executor", "inline").code == 0
 
 
 def test_plan_goes_on_without_the_target(command, config_file, copied_run):
@@ -121,10 +156,21 @@ def test_plan_advises_to_try_medusa_1_first(command, config_file):
 def test_plan_prints_the_workers_of_each_stage(command, config_file):
     """A worker that this machine cannot place is a note."""
     cores = len(os.sched_getaffinity(0))
-    words = ("placement.features.gpus_per_worker=0", "placement.generate.gpus_per_worker=999")
+    words = ("placement.features.gpus_per_worker=0", "placement.generate.cpus_per_worker=9999")
     ended = command("plan", config_file, *words)
     assert ended.code == 0 and f"features: 1 worker(s), 0 GPU and {cores} CPU each" in ended.out
-    assert re.search(r"generate: not on this machine\..*999 GPU", ended.out)
+    assert re.search(r"! generate: .* 9999 CPU .*`run` will refuse this here\.", ended.out)
+
+
+def test_plan_says_that_run_refuses_without_a_gpu(command, config_file, copied_run, monkeypatch):
+    """Not of a stage that has run."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    words = ("placement.train.gpus_per_worker=1", "train.lr=0.5")
+    ended = command("plan", config_file, *words)
+    assert ended.code == 0
+    assert "! train: no GPU on this machine: needs a cluster. `run` will refuse" in ended.out
+    assert "refuse" not in command("plan", config_file, words[0]).out
+    assert command("run", config_file, *words, "--executor", "inline").code == 4
 
 
 def test_plan_without_weights_prints_gib_and_refuses_misfits(command, config_file, tmp_path):

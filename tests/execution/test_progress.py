@@ -16,6 +16,8 @@ from pipeline.storage import progress_file
 from pipeline.storage.progress_file import ProgressFile
 from pipeline.storage.shards import ShardTask
 
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -39,6 +41,7 @@ def clock(monkeypatch):
             ],
         ),
         (20, [Progress(done=512, unit="rows")], ["stage: 512 rows"]),  # nobody knows how many
+        (20, [Progress("vLLM starts")], ["stage: vLLM starts"]),  # nothing is counted
         (  # the time left restarts with each part
             20,
             [
@@ -63,6 +66,34 @@ def test_lines_say_how_far_and_how_long(clock, seconds, reports, expected):
             clock.now += seconds
             meter.show(report)
     assert text.getvalue().splitlines() == expected
+
+
+@pytest.mark.parametrize(
+    ("reports", "spins", "expected"),
+    [
+        ([Progress("vLLM starts")], True, "vLLM starts 0:00:20"),
+        ([Progress(done=7, unit="rows")], True, "7 rows 0:00:20"),
+        ([Progress("native", 0, 21, "loads")], False, "0 of 21 loads, native 0:00:20"),
+        (
+            [Progress("", done, 4, "steps", "loss 1.0") for done in (0, 1, 2)],
+            False,
+            "2 of 4 steps, loss 1.0 0:01:00 40 s left",
+        ),
+        ([Progress("", done, 2) for done in (0, 1, 2)], False, "2 of 2 prompts 0:00:40"),
+    ],
+)
+def test_a_terminal_shows_units_and_no_invented_end(clock, reports, spins, expected):
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    meter = Meter(console, "stage")
+    meter.show(Progress("before", 3, 8))
+    for report in reports:
+        meter.show(report)
+        clock.now += 20
+    with console.capture() as shown:
+        console.print(meter._bar.get_renderable())
+    words = shown.get().split()[1:]
+    assert (words[0] in SPINNER) is spins
+    assert " ".join(word for word in words if set(word) - set(SPINNER + "━╸╺")) == expected
 
 
 def test_what_another_process_reports_is_shown_here(tmp_path, clock):

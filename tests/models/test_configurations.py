@@ -20,6 +20,7 @@ from tests.models.published import PUBLISHED, write
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "models.md").read_text()
 sys.path.insert(0, str(ROOT / "scripts"))
+import write_costs  # noqa: E402
 import write_models  # noqa: E402
 
 FITS_ON = {  # GPUs and their GB, as the first lines of each file say
@@ -66,3 +67,26 @@ def test_the_page_lists_what_the_benchmark_found():
     found = json.loads(write_models.RESULT.read_text())["facts"]["families"]
     assert write_models.between(PAGE, "kept", write_models.kept_table(found)) == PAGE
     assert found.keys() == {*FAMILIES, *REFUSED}, "benchmarks.run architectures, write_models.py"
+
+
+@pytest.mark.slow
+def test_the_costs_page_is_the_script_s_arithmetic():
+    page = write_costs.PAGE.read_text()
+    for mark, table in write_costs.tables().items():
+        assert write_models.between(page, mark, table) == page, "run python scripts/write_costs.py"
+
+
+@pytest.mark.slow
+def test_hours_on_an_h100_are_the_products_by_hand(tmp_path):
+    """Llama-3.1-8B: 6.98B parameters in its layers, 4,096 wide, 128,256 tokens, 26M tokens."""
+    costs = write_costs.Costs(write_costs.MACHINES["8b"], tmp_path)
+    layers = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    rate = 0.4 * 989.5e12
+    assert costs.caching() == pytest.approx(2 * layers * 26e6 / rate)
+    cell, lm_head = 14 * 4096**2, 128256 * 4096
+    training = 2 * 19.6e6 * 5 * (6 * cell + 4 * lm_head) / rate
+    assert costs.training() == pytest.approx(training, rel=1e-3)
+    step = (16.06e9 + 256 * 650 * 2 * 2 * 32 * 1024) / (0.49 * 3350e9)
+    assert costs.generating() == pytest.approx(
+        20e6 / 256 * step + 2 * layers * 6e6 / rate, rel=1e-3
+    )
