@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pipeline.cli import chat, check, compare, inspect, keys, plan, push, run, serve, status, verify
 from pipeline.cli.ending import ends_well
+from pipeline.cli.version import print_version
 from pipeline.errors import ConfigError
 
 app = typer.Typer(
@@ -55,23 +56,34 @@ for gone in GONE:
     app.command(gone, hidden=True, context_settings=anything)(_refuse_removed_command)
 
 
-def _print_version(asked: bool) -> None:
-    """Print the version and exit, for the option `--version`."""
-    if asked:
-        print(f"medusa-distill {version('medusa-distill')}")
-        raise typer.Exit
-
-
 @app.callback()
 def options(
     show_version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
-        ),
+        bool, typer.Option("--version", help="Print the version and exit.", callback=print_version)
     ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", help="Also print packages and hardware.", is_eager=True),
+    ] = False,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--run",
+            exists=True,
+            file_okay=False,
+            resolve_path=True,
+            help="Also print a run's fingerprints.",
+            is_eager=True,
+        ),
+    ] = None,
 ) -> None:
     """Train, check and publish draft heads for a chat model, by self-distillation."""
+    if verbose or run_dir:
+        raise ConfigError(
+            "--verbose and --run belong to --version.",
+            "command line",
+            "Write medusa-distill --version --verbose.",
+        )
 
 
 def main() -> None:

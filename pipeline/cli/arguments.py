@@ -17,7 +17,7 @@ Gpus = Annotated[
     Option(min=0, help="GPUs for the target. Default: 1 if there is a GPU, else 0."),
 ]
 ConfigArgument = Annotated[
-    Path, Argument(help="A YAML file such as configs/qwen2.5-7b.yaml, or a run's run.yaml.")
+    Path, Argument(help="A YAML file, a run's run.yaml, or a bundled name such as qwen2.5-7b.")
 ]
 Overrides = Annotated[
     list[str] | None,

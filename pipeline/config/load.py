@@ -25,6 +25,7 @@ from pipeline.config.running import PlainData
 from pipeline.errors import ConfigError
 from pipeline.redact import redacted
 
+BUNDLED = Path(__file__).parents[1] / "bundled" / "configs"
 RUN_FILE = "run.yaml"  # a run directory's own configuration
 RUN_MARKS = ("lock", "events.jsonl", "latest")  # beside it, once it was run
 
@@ -47,7 +48,7 @@ GONE_KEYS = {
     ),
 }
 # Parts of an error's location that pydantic adds for the members of a union, and for dict keys.
-ALTERNATIVES = ("int", "float", "bool", "string", "path", "date", "tuple", "list", "dict", "[key]")
+ALTERNATIVES = ("int", "float", "string", "path", "tuple", "[key]")
 
 
 def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -56,6 +57,7 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     Relative paths are relative to the file's directory; in an override, to the working directory.
 
     Args:
+        file: A YAML file, or the name of a bundled configuration, such as `zephyr-7b`.
         overrides: Settings that replace those of the file, each as `section.key=value`.
 
     Raises:
@@ -63,13 +65,14 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
             wrong, or a setting holds a token or a password.
     """
     path = Path(file).expanduser()
+    if len(path.parts) == 1 and not path.is_file():
+        path = BUNDLED / f"{path}.yaml"
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        names = ", ".join(sorted(bundled.stem for bundled in BUNDLED.glob("*.yaml")))
         raise ConfigError(
-            "There is no such configuration file.",
-            file,
-            "Name a YAML file, such as one of configs/.",
+            "There is no such configuration file.", file, f"Name a YAML file, or one of {names}."
         ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(

@@ -49,7 +49,7 @@ from pipeline.targets.loading import lm_head_weight, load_causal_lm, require_rea
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
 from pipeline.targets.vllm_engine import spec_for_vllm
 
-BUNDLED = Path(pipeline.__file__).parents[1] / "data" / "seeds.sharegpt.jsonl"
+BUNDLED = Path(pipeline.__file__).parent / "bundled" / "seeds.sharegpt.jsonl"
 DRAFT_TOKENS = 5  # of a recurrent cell whose config.json states no number
 OTHER_DRAFTS = ("eagle3", "peagle", "dflash", "domino", "dspark")  # in their config.json
 

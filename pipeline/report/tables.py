@@ -141,6 +141,9 @@ def stages_table(report: Report) -> Table:
 def _stage_output(part: StageFigures) -> str:
     """Describe a stage's output for one cell of the report's table of stages."""
     facts = []
+    unit = "tokens"
+    if isinstance(part, TrainFigures):
+        unit = "positions"  # trained on, over all epochs
     if part.tool_rows:
         facts.append(f"{count(part.tool_rows)} rows call functions")
     if part.positions is not None:
@@ -148,9 +151,9 @@ def _stage_output(part: StageFigures) -> str:
     if part.bytes_per_position is not None:
         facts.append(f"{rate(part.bytes_per_position)} bytes each")
     if part.tokens is not None:
-        facts.append(f"{count(part.tokens)} tokens")
+        facts.append(f"{count(part.tokens)} {unit}")
     if part.tokens_per_second is not None:
-        facts.append(f"{rate(part.tokens_per_second)} tokens/s")
+        facts.append(f"{rate(part.tokens_per_second)} {unit}/s")
     if part.cut_at_tools is not None:
         facts.append(f"{count(part.cut_at_tools)} rows cut before functions")
     if isinstance(part, TrainFigures) and part.final_loss is not None:

@@ -198,7 +198,8 @@ class Stage:
     """Returns the stages that it reads; a sharded stage has one shard per shard of the first."""
     identity: Callable[[Context], Identity]  # what its result depends on besides `upstream`
     run: Callable[[Context, StageDirectory], Summary]  # makes the result and returns the summary
-    figures: tuple[str, ...]  # keys of the summary to print at the end; a dot leads into a section
+    figures: tuple[str, ...]
+    """Keys of the summary to print at the end; a dot leads into a section, `as` to a label."""
     sharded: bool = False  # the result is shards
     scratch: tuple[str, ...] = ()  # files and folders that are not part of the result
     parts: tuple[str, ...] = ()  # folders that are made again alone when a file is damaged
@@ -213,13 +214,14 @@ class Stage:
     def one_line(self, summary: Summary) -> str:
         """Format the figures in a finished stage's summary as one line for the terminal."""
         parts = []
-        for key in self.figures:
+        for figure in self.figures:
+            key, _, label = figure.partition(" as ")
             value: Any = summary
             for name in key.split("."):
                 value = (value or {}).get(name)
             if value is not None:
                 text = value if isinstance(value, str) else f"{value:,.10g}"
-                parts.append(f"{name.replace('_', ' ')} {text}")
+                parts.append(f"{label or name.replace('_', ' ')} {text}")
         return ", ".join(parts)
 
     def locate(self, context: Context) -> StageDirectory:

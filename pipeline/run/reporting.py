@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 
-from pipeline.artifacts.check_result import CheckResult, Limits, Sample
+from pipeline.artifacts.check_result import CheckResult, Limits
 from pipeline.artifacts.json_form import from_json
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
@@ -14,7 +14,7 @@ from pipeline.execution.machine import hardware, versions
 from pipeline.export.card import Licence, Published, model_card
 from pipeline.heads.kinds import head_kind
 from pipeline.report.documents import print_report, report_texts
-from pipeline.report.report import CurvePoint, Extras, Report, RunFacts
+from pipeline.report.report import Extras, Report, RunFacts
 from pipeline.run.context import Context
 from pipeline.storage.atomic import write_text
 from pipeline.storage.run_directory import RunDirectory
@@ -112,20 +112,15 @@ def drawing_data(run: RunDirectory) -> Extras:
 
     Only finished stages are read. Curves are left out if their log is damaged.
     """
-    extras = Extras()
+    calibration = None
+    found = {}
     for name, stage in run.stages().items():
         if stage.done is None:
             continue
         if name == "calibrate":
-            extras = replace(extras, calibration=read_calibration(stage.path))
+            calibration = read_calibration(stage.path)
         elif name == "check":
-            samples = from_json(list[Sample], stage.summary.get("samples", []))
-            extras = replace(extras, samples=samples)
+            found["samples"] = stage.summary.get("samples", [])
         elif name == "train" and stage.intact(METRICS_FILE):
-            losses, held_out = read_curves(stage.path)
-            extras = replace(
-                extras,
-                losses=from_json(list[CurvePoint], losses),
-                held_out=from_json(list[CurvePoint], held_out),
-            )
-    return extras
+            found["losses"], found["held_out"] = read_curves(stage.path)
+    return replace(from_json(Extras, found), calibration=calibration)

@@ -130,7 +130,7 @@ STAGE = Stage(
     upstream,
     identity,
     run,
-    ("steps", "final_loss", "tokens_per_second", "drift.kl"),
+    ("steps", "final_loss", "tokens_per_second as positions per second", "drift.kl"),
     scratch=("checkpoints", "tensorboard", "wandb", TRACKING_FILE, "ray"),
     parts=(BACKBONE_DIRECTORY,),
 )

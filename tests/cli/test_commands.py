@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import platform
 import re
 import shutil
 import signal
@@ -37,8 +39,28 @@ def test_help_names_every_command(command):
     for name in ("run", "plan", "status", "verify", "inspect", "chat", "push"):
         assert re.search(rf"\b{name}\b", ended.out), name
     assert command("run", "-h").code == 0
+
+
+def test_version_alone_is_one_line(command):
     ended = command("--version")
     assert ended.code == 0 and ended.out == f"medusa-distill {version('medusa-distill')}\n"
+
+
+@pytest.mark.parametrize("words", [("--version", "--verbose"), ("--verbose", "--version")])
+def test_verbose_version_has_what_a_report_needs(command, finished_run, words):
+    lines = command(*words, "--run", finished_run.path).out.splitlines()
+    assert lines[0] == f"medusa-distill {version('medusa-distill')}"
+    for package in ("torch", "transformers", "ray", "peft", "pyarrow"):
+        assert f"{package} {version(package)}" in lines
+    assert f"python {platform.python_version()}" in lines
+    assert f"cores: {len(os.sched_getaffinity(0))}" in lines
+    links = [(finished_run.path / "latest" / stage).resolve().name for stage in STAGES]
+    assert lines[-len(STAGES) - 1 :] == [f"run {finished_run.path.name}", *links]
+
+
+def test_verbose_belongs_to_version(command):
+    ended = command("--verbose", "keys")
+    assert ended.code == 2 and "--version" in one_paragraph(ended.err)
 
 
 def test_help_imports_no_torch():

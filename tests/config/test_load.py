@@ -48,6 +48,16 @@ def test_paths_are_relative_to_the_file(file):
     assert config.seeds.sources[0].path == file.parent / "seeds.jsonl"
 
 
+def test_bundled_name_is_used_where_no_such_file_exists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config("zephyr-7b") == load_config(ROOT / "configs" / "zephyr-7b.yaml")
+    (tmp_path / "zephyr-7b").write_text(MINIMAL)
+    assert load_config("zephyr-7b").run.name == "trial"
+    for name in ("zephyr", "conf/vicuna-7b"):
+        with pytest.raises(ConfigError, match=r"no such .* one of demo, .*zephyr-7b"):
+            load_config(name)
+
+
 def test_paths_in_an_override_are_relative_to_the_working_directory(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config(file, ["seeds.sources=mine.json", "run.root=out", "target.model=./other"])
@@ -88,6 +98,7 @@ def test_paths_in_an_override_are_relative_to_the_working_directory(file, tmp_pa
         ),
         ("generate.samples=0", "must be greater than 0 or it must be 'auto'"),
         ("generate.rounds=2024-01-02", 'it must be a valid integer, not "2024-01-02"'),
+        ("target.date=soon", "'target.date': it must be a valid date"),
         ("train.roles=5", "it must be a valid tuple, not 5"),
         ("train.medusa=5", "'train.medusa'"),
         ("export.formats=[expanded, expanded]", "'export.formats'"),
