@@ -59,7 +59,7 @@ def test_requests_out_of_time_do_not_count():
     assert (second.method, second.margin, second.speedup) == ("heads", None, 1.5)
 
 
-def test_a_load_at_which_a_method_gains_too_much_has_no_choice():
+def test_a_disturbed_load_has_no_choice():
     """A step of n-grams adds 1.14 tokens: 1.25x is within 10 %, and 2x is not."""
     match = GreedyMatch(2, 2, 0)
     methods = [
