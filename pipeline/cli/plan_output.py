@@ -87,7 +87,8 @@ def print_plan(run: ResolvedRun) -> None:
     is_bound = not (expected or size.written)
     _print_lines(console, _training_lines(likely, run.config.train, is_bound=is_bound))
     _print_lines(console, _worker_lines(run, unfinished))
-    _print_lines(console, _hour_lines(run, size, directory.store, unfinished))
+    bound = "at most" if is_bound else "about"
+    _print_lines(console, _hour_lines(run, likely, directory.store, unfinished, bound))
     target = target_sizes(elsewhere)
     if target is not None:
         memory = memory_of_stages(elsewhere, target, size.positions)
@@ -246,7 +247,7 @@ def _worker_lines(run: ResolvedRun, unfinished: Sequence[str]) -> Iterator[str]:
 
 
 def _hour_lines(
-    run: ResolvedRun, size: RunSize, store: Path, unfinished: Sequence[str]
+    run: ResolvedRun, size: RunSize, store: Path, unfinished: Sequence[str], bound: str
 ) -> Iterator[str]:
     """Yield lines of `plan` on the time of unfinished stages, from the rates of finished ones."""
     for stage, counted in TIMED_STAGES.items():
@@ -264,7 +265,7 @@ def _hour_lines(
         else:
             seconds = size.tokens / (speed * run.workers_of(stage))
         measured = f"{rate(speed)} tokens/s of {newest.path.name}"
-        yield f"{stage}: at most {duration(seconds)}, at the {measured}."
+        yield f"{stage}: {bound} {duration(seconds)}, at the {measured}."
 
 
 def _batch_lines(run: ResolvedRun, target: TargetSizes) -> Iterator[str]:

@@ -51,6 +51,7 @@ from pipeline.targets.vllm_engine import spec_for_vllm
 
 BUNDLED = Path(pipeline.__file__).parent / "bundled" / "seeds.sharegpt.jsonl"
 DRAFT_TOKENS = 5  # of a recurrent cell whose config.json states no number
+OTHER_DRAFTS = ("eagle3", "peagle", "dflash", "domino", "dspark")  # in their config.json
 
 
 def check_with_engine(
@@ -216,6 +217,7 @@ def _candidate(
         _require_served(layout, target, settings)
         yield _own_heads(directory, layout, sizes, draft_tokens)
         return
+    _require_known_draft(config, directory)
     num_tokens = draft_tokens or proposed_tokens(config) or DRAFT_TOKENS
     model = functools.cache(lambda: load_causal_lm(target))  # only if the heads borrow a matrix
     weights = TargetWeights(
@@ -259,6 +261,18 @@ def _candidate(
             card="",
         )
         yield Candidate(found.description, copy, shape.max_depth, original, tree)
+
+
+def _require_known_draft(config: Mapping[str, Any], directory: Path) -> None:
+    """Raise DataError if config.json is that of a draft model of another kind, such as EAGLE-3."""
+    named = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
+    for kind in OTHER_DRAFTS:
+        if kind in named:
+            raise DataError(
+                f"This is a draft model of the kind {kind}, which is not read here.",
+                directory,
+                "Name Medusa heads, or a model of EAGLE's first version.",
+            )
 
 
 def _own_heads(

@@ -1,6 +1,9 @@
 """Choice of what to serve: the fastest of vLLM's methods at each load, plain decoding included.
 
-A method's speed counts as far as its requests are within `check.slo`.
+A method's speed counts as far as its requests are within `check.slo`. Methods are measured one
+after another, so other work on the machine may slow one of them and not the next. A step that
+drafts does more work than a plain step, so a method's speedup over plain decoding is at most its
+acceleration rate. Loads at which a method exceeds this are disturbed, and have no choice.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from pipeline.artifacts.check_result import (
 from pipeline.formatting import times
 from pipeline.targets.vllm_server import SERVER
 
+DISTURBED = 1.1  # times the acceleration rate
+
 
 class Speed(NamedTuple):
     """A method's tokens per second at one load, the useful ones, and their range over repeats."""
@@ -34,10 +39,21 @@ class Speed(NamedTuple):
     spread: list[float] | None
 
 
+def disturbed_loads(rows: Sequence[LoadRow], methods: Sequence[ServedMethod]) -> list[int]:
+    """Return the loads at which a method's speedup is far above its acceleration rate."""
+    rates = {method.name: method.acceleration_rate for method in methods}
+    found = set()
+    for row in rows:
+        rate = rates.get(row.method)
+        if rate and row.speedup and row.speedup > DISTURBED * rate:
+            found.add(row.requests)
+    return sorted(found)
+
+
 def serving_choices(rows: Sequence[LoadRow]) -> list[ServingChoice]:
     """Return the fastest method at each load at which any has a request within `check.slo`.
 
-    `rows` are those of all methods at all loads.
+    `rows` are those of all methods at all loads that are not disturbed.
     """
     by_load: dict[int, list[LoadRow]] = {}
     for row in rows:
@@ -100,18 +116,19 @@ def serving_advice(
     advice = []
     for method, group in groupby(choices, key=lambda choice: choice.method):
         of_method = list(group)
-        text = f"{_loads(of_method)}: {_verdict(method, of_method)}."
+        loads = _named([choice.requests for choice in of_method])
+        text = f"{loads}: {_verdict(method, of_method)}."
         command = _command(method, configs.get(method), target)
         advice.append(ServingAdvice(text=text, command=command))
     return advice
 
 
-def _loads(choices: Sequence[ServingChoice]) -> str:
+def _named(loads: Sequence[int]) -> str:
     """Name loads: `1 at a time`, `1 and 32 at a time`, `4 to 64 at a time`."""
-    loads = [f"{choice.requests:,}" for choice in choices]
-    if len(loads) > 2:
-        return f"{loads[0]} to {loads[-1]} at a time"
-    return f"{' and '.join(loads)} at a time"
+    numbers = [f"{load:,}" for load in loads]
+    if len(numbers) > 2:
+        return f"{numbers[0]} to {numbers[-1]} at a time"
+    return f"{' and '.join(numbers)} at a time"
 
 
 def _verdict(method: str, choices: Sequence[ServingChoice]) -> str:
@@ -155,6 +172,16 @@ def _command(method: str, config: Mapping[str, Any] | None, target: str) -> str:
 
 def with_choices(figures: VllmFigures, rows: Sequence[LoadRow], target: str) -> VllmFigures:
     """Add to vLLM's figures what to serve at the loads of `rows`, and say it in words."""
-    choices = serving_choices(rows)
-    advice = serving_advice(choices, figures.methods or [], target)
-    return replace(figures, choices=choices, advice=advice)
+    methods = figures.methods or []
+    disturbed = disturbed_loads(rows, methods)
+    choices = serving_choices([row for row in rows if row.requests not in disturbed])
+    advice = serving_advice(choices, methods, target)
+    if disturbed:
+        text = (
+            f"{_named(disturbed)}: not known. Other work on the machine disturbed the measurement,"
+            " since a method gained more than the tokens that it adds to a step. Check again when"
+            " the machine is idle."
+        )
+        command = "medusa-distill run RUN_DIR/run.yaml --fresh check"
+        advice.append(ServingAdvice(text=text, command=command))
+    return replace(figures, choices=choices, disturbed_loads=disturbed or None, advice=advice)

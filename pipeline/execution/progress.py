@@ -246,8 +246,9 @@ class Meter:
 
     def _add_task(self, now: Progress) -> bars.TaskID:
         """Add the part of a stage that begins to the live display."""
+        text = _joined(now.count, now.note, now.part)
         total = now.total or None
-        return self._bar.add_task(self.name, total=total, completed=now.done, text="")
+        return self._bar.add_task(self.name, total=total, completed=now.done, text=text)
 
     def __enter__(self) -> Meter:
         self._bar.start()

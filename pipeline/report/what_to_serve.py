@@ -32,7 +32,8 @@ def what_to_serve_table(report: Report) -> Table:
         best = choice.method if choice else None
         if row.method == HEADS:
             table.columns.append(f"tokens/s, {count(row.requests)} at a time")
-            margins.append(_margin(choice))
+            is_disturbed = row.requests in (vllm.disturbed_loads or [])
+            margins.append("disturbed" if is_disturbed else _margin(choice))
             speed = _speed(row.baseline_tokens_per_second, row.baseline_within_slo)
             plain.append(_marked(speed, best == PLAIN))
         speed = _speed(row.tokens_per_second, row.within_slo)

@@ -88,12 +88,7 @@ def test_samples_are_the_longest_answers(tokenizer):
     prompts = [Prompt(text, tokenizer(text)["input_ids"]) for text in texts]
     answers = [Decoded(one.ids, "length", [len(one.ids) - 1], 0.1, 0.1) for one in prompts]
     found = samples(tokenizer, prompts, answers)
-    assert [one.prompt for one in found] == [
-        "the moon sings twice, the moon sings",
-        "a green field",
-    ]
-    shown = ["".join(token.text for token in one.tokens) for one in found]
-    assert shown == ["the moon sings twice, the moon sings", "a green field"]
+    assert [one.prompt for one in found] == [texts[1], texts[3]]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.artifacts.check_result import LoadRow, ServedMethod, ServingChoice
-from pipeline.evaluation.serving_choice import serving_advice, serving_choices
+from pipeline.artifacts.check_result import (
+    GreedyMatch,
+    LoadRow,
+    ServedMethod,
+    ServingChoice,
+    VllmFigures,
+)
+from pipeline.evaluation.serving_choice import serving_advice, serving_choices, with_choices
 
 
 def row(method: str, requests: int, speed: float, plain: float, **more) -> LoadRow:
@@ -51,6 +57,26 @@ def test_requests_out_of_time_do_not_count():
     assert first.margin == pytest.approx(100 / 75 - 1, abs=1e-4)
     assert first.is_beyond_scatter is True, "the slowest in time is 90, and the heads' fastest 80"
     assert (second.method, second.margin, second.speedup) == ("heads", None, 1.5)
+
+
+def test_a_disturbed_load_has_no_choice():
+    """A step of n-grams adds 1.14 tokens: 1.25x is within 10 %, and 2x is not."""
+    match = GreedyMatch(2, 2, 0)
+    methods = [
+        ServedMethod(name="heads", acceleration_rate=2.88),
+        ServedMethod(name="ngram", acceleration_rate=1.14),
+        ServedMethod(name="suffix", failed="It died."),
+    ]
+    figures = VllmFigures(acceleration_rate=2.88, greedy_match=match, methods=methods)
+    rows = []
+    for requests, of_ngram in ((1, 1.25), (32, 2.0)):
+        rows.append(row("heads", requests, 150, 100, speedup=1.5))
+        rows.append(row("ngram", requests, 100 * of_ngram, 100, speedup=of_ngram))
+    found = with_choices(figures, rows, "my/model")
+    assert [choice.requests for choice in found.choices] == [1] and found.disturbed_loads == [32]
+    assert found.advice[0].text.startswith("1 at a time: serve heads")
+    assert found.advice[1].text.startswith("32 at a time: not known. Other work on the machine")
+    assert with_choices(figures, rows[:2], "my/model").disturbed_loads is None
 
 
 # --- in words

@@ -72,7 +72,6 @@ def test_lines_say_how_far_and_how_long(clock, seconds, reports, expected):
     ("reports", "spins", "expected"),
     [
         ([Progress("vLLM starts")], True, "vLLM starts 0:00:20"),
-        ([Progress(done=7, unit="rows")], True, "7 rows 0:00:20"),
         ([Progress("native", 0, 21, "loads")], False, "0 of 21 loads, native 0:00:20"),
         (
             [Progress("", done, 4, "steps", "loss 1.0") for done in (0, 1, 2)],

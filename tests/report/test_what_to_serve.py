@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipeline.artifacts.check_result import (
     Baseline,
     CheckFigures,
@@ -76,3 +78,6 @@ def test_the_fastest_of_each_load_is_marked():
     section = markdown_section(table)
     assert section.endswith("\n\n```bash\nmedusa-distill serve RUN_DIR\n```")
     assert what_to_serve_table(Report()).rows == []
+    vllm = replace(found.vllm, disturbed_loads=[32])
+    disturbed = what_to_serve_table(replace(found, check=replace(found.check, vllm=vllm)))
+    assert disturbed.rows[-1][3:] == ("25.0% over ngram", "disturbed")

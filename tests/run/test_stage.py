@@ -22,6 +22,14 @@ def test_a_stage_reads_only_earlier_stages_of_the_run(make_config, tmp_path, met
     assert ("tuned-features" in have) == (method == "medusa-2")
 
 
+def test_the_check_names_the_engine_of_each_figure():
+    summary = {"native": {"acceleration_rate": 2.5, "speedup": 1.5}}
+    summary["vllm"] = {"acceleration_rate": 2.25}
+    assert STAGES["check"].one_line(summary) == (
+        "native acceleration rate 2.5, native speedup 1.5, vLLM acceleration rate 2.25"
+    )
+
+
 def test_training_prints_positions_per_second():
     summary = {"steps": 1200, "tokens_per_second": 424.5, "drift": {"kl": 0.01}}
     printed = "steps 1,200, positions per second 424.5, kl 0.01"
