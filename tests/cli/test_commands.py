@@ -346,7 +346,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(progress_of):
 def test_progress_is_a_bar_on_a_terminal(progress_of):
     printed, committed = progress_of(force_terminal=True)
     assert "\x1b[" in printed
-    bar = rf"generate .*40/40.*4 of 4 shards.*{committed[-1]} quarantined"
+    bar = rf"generate .*40 of 40 conversations.*4 of 4 shards.*{committed[-1]} quarantined"
     assert re.search(bar, Text.from_ansi(printed).plain)
 
 
