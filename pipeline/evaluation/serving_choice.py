@@ -138,7 +138,9 @@ def _verdict(method: str, choices: Sequence[ServingChoice]) -> str:
     if margins:
         least = min(margins)
         lead = f"{least:.0%} faster than {margins[least]}"
-        if len(choices) > 1:
+        if least < 0.005:
+            lead = f"as fast as {margins[least]}"
+        elif len(choices) > 1:
             lead = f"at least {lead}"
     certain = [choice.is_beyond_scatter for choice in choices]
     if None in certain:

@@ -38,6 +38,7 @@ from pipeline.targets.spec import (
 from pipeline.targets.vllm_engine import RunningEngine, sampling_params, token_prompt
 
 NUM_WARM_UPS = 2  # prompts that are not timed
+ENOUGH_SECONDS, ENOUGH_REPEATS = 2.0, 5  # a small target is measured until either is reached
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class DecodeTask:
         engine_args: Arguments of `vllm.LLM`; empty for plain decoding. With heads, they have a
             `speculative_config`, or their `model` is an export that itself names the target.
         in_turn: The indices of the prompts that are also decoded one after another.
-        repeats: How often the prompts are decoded, all at once and some in turn.
+        repeats: How often the prompts are decoded, all at once and some in turn; a small
+            target more often.
         gpus: Tensor-parallel size; 0 runs on the CPU.
         name: The decoding method, for the progress.
         optional: Whether a failure of this task is returned instead of raised.
@@ -174,8 +176,11 @@ def _measure(running: RunningEngine, task: DecodeTask, report: Report) -> VLLMTe
     answers = []
     seconds = []
     seconds_in_turn = []
-    for turn in range(1, task.repeats + 1):
-        turn_of = f"{part}, {turn} of {task.repeats}"
+    end = time.perf_counter() + ENOUGH_SECONDS
+    while len(seconds) < task.repeats or (
+        len(seconds) < ENOUGH_REPEATS and time.perf_counter() < end
+    ):
+        turn_of = f"{part}, repeat {len(seconds) + 1}"
         started = time.perf_counter()
         answers = _generate_in_vllm(running, requests, eos, turn_of, report)
         seconds.append(time.perf_counter() - started)

@@ -137,6 +137,11 @@ def test_loads_with_the_same_answer_are_one_sentence(loads, named):
     assert command.endswith('--speculative-config \'{"method": "ngram"}\'')
 
 
+def test_an_equal_method_is_not_called_slower():
+    ((sentence, _),) = advice_of(choice(1, "plain", 1.0, "heads", 0.004))
+    assert sentence.startswith("1 at a time: serve none, plain vLLM is as fast as heads (one")
+
+
 def test_other_numbers_of_draft_tokens_become_the_export_s():
     ((_, command),) = advice_of(choice(1, "heads with 5 drafts", 2.0, "heads", 0.1))
     assert command == (

@@ -24,7 +24,7 @@ from pipeline.targets.transformers_engines import (
     TransformersFeatureEngine,
     TransformersGenerationEngine,
 )
-from pipeline.targets.vllm_decode import DecodeTask, decode_in_vllm
+from pipeline.targets.vllm_decode import ENOUGH_REPEATS, DecodeTask, decode_in_vllm
 from pipeline.targets.vllm_engine import VLLMFeatureEngine, VLLMGenerationEngine
 from pipeline.targets.vllm_load import LoadTask, serve_under_load
 from tests.cluster import work_here
@@ -202,7 +202,7 @@ def test_vllm_takes_the_steps_that_a_text_takes_natively(
     answers = [counted(ids) for ids in prompts]
     assert list(map(len, answers)) == [33, 33, 33, 33, 14, 4, 1]
     assert plain.token_ids == found.token_ids == answers
-    assert len(plain.in_turn()) == len(plain.at_once()) == 1
+    assert 1 <= len(plain.in_turn()) == len(plain.at_once()) <= ENOUGH_REPEATS
     assert plain.accepted == [[1] * (len(answer) - 1) for answer in answers]
     pairs = zip(prompts, answers, strict=True)
     natively = [chain_through(counting_target, heads, num_tokens, *pair) for pair in pairs]
