@@ -174,7 +174,7 @@ def _measure(running: RunningEngine, task: DecodeTask, report: Report) -> VLLMTe
     requests = task.requests()
     _generate_in_vllm(running, requests[:NUM_WARM_UPS], eos, f"{part} warms up", report)
     answers = []
-    seconds = []
+    seconds: list[float] = []
     seconds_in_turn = []
     end = time.perf_counter() + ENOUGH_SECONDS
     while len(seconds) < task.repeats or (
