@@ -111,10 +111,13 @@ def _choice(requests: int, plain: Speed, best: Speed, second: Speed) -> ServingC
 def serving_advice(
     choices: Sequence[ServingChoice], methods: Sequence[ServedMethod], target: str
 ) -> list[ServingAdvice]:
-    """Say in a sentence for each range of loads what to serve, and the command for it."""
+    """Say in a sentence what to serve, and the command for it, for each range of loads.
+
+    Neighbouring loads are one range if their method and its certainty are the same.
+    """
     configs = {method.name: method.speculative_config for method in methods}
     advice = []
-    for method, group in groupby(choices, key=lambda choice: choice.method):
+    for (method, _), group in groupby(choices, lambda each: (each.method, each.is_beyond_scatter)):
         of_method = list(group)
         loads = _named([choice.requests for choice in of_method])
         text = f"{loads}: {_verdict(method, of_method)}."
@@ -142,10 +145,10 @@ def _verdict(method: str, choices: Sequence[ServingChoice]) -> str:
             lead = f"as fast as {margins[least]}"
         elif len(choices) > 1:
             lead = f"at least {lead}"
-    certain = [choice.is_beyond_scatter for choice in choices]
-    if None in certain:
+    is_certain = choices[0].is_beyond_scatter
+    if is_certain is None:
         lead += " (one repeat: its scatter is unknown)"
-    elif all(certain):
+    elif is_certain:
         lead += " (more than repeats scatter)"
     else:
         lead += " (no more than repeats scatter)"

@@ -159,7 +159,8 @@ def print_report(report: Report, console: Console, directory: Path) -> None:
     if report.vllm:
         for advice in report.vllm.advice or []:
             print_text(advice.text, console, "")
-            print_text(f"  {advice.command}", console, "dim")
+    for command in what_to_serve_table(report).commands:
+        print_text(f"  {command}", console, "dim")
     tables = [headline_table(report), stages_table(report)]
     quarantine = quarantine_table(report)
     if quarantine.rows:

@@ -20,7 +20,7 @@ def what_to_serve_table(report: Report) -> Table:
     choices = {choice.requests: choice for choice in vllm.choices or []}
     advice = vllm.advice or []
     table.note = " ".join([*(each.text for each in advice), *_remarks(report, vllm)])
-    table.commands = [each.command for each in advice]
+    table.commands = list(dict.fromkeys(each.command for each in advice))
     plain = [PLAIN, ratio(1.0), UNKNOWN]
     margins = ["best over the next", "", ""]
     cells: dict[str, list[str]] = {PLAIN: plain}

@@ -137,6 +137,14 @@ def test_loads_with_the_same_answer_are_one_sentence(loads, named):
     assert command.endswith('--speculative-config \'{"method": "ngram"}\'')
 
 
+def test_a_certain_load_has_a_sentence_of_its_own():
+    sure = choice(1, "heads", 1.5, "plain", 0.5, True)
+    unsure = choice(32, "heads", 1.04, "plain", 0.04, False)
+    first, second = (text for text, _ in advice_of(sure, unsure))
+    assert first.startswith("1 at a time: serve heads") and "(more than" in first
+    assert second.startswith("32 at a time: serve heads") and "(no more than" in second
+
+
 def test_an_equal_method_is_not_called_slower():
     ((sentence, _),) = advice_of(choice(1, "plain", 1.0, "heads", 0.004))
     assert sentence.startswith("1 at a time: serve none, plain vLLM is as fast as heads (one")
