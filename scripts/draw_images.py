@@ -4,17 +4,25 @@
     tree.svg    a tree of candidates and its mask
     house.svg   the packages of pipeline/ in layers, from tests/test_architecture.py
     samples.svg tokens per step by answers to each prompt, from docs/recipes-compared.md
+    demo.svg    what `make demo` prints, line by line, from demo.txt
+    report.svg  the top of its report.html, from demo-report.json
 
-The first three are schematic: they show the mechanism, and no figure in them is measured. Each
-image has a light and a dark style. A test compares the output with the committed files.
+The first three are schematic: they show the mechanism, and no figure in them is measured. The last
+two are of a demo that `scripts/record_demo.py` has recorded. Each image but demo.svg has a light
+and a dark style. A test compares the output with the committed files.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
+
+from pipeline.artifacts.json_form import from_json
+from pipeline.report.documents import render_html
+from pipeline.report.report import Extras, Report
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
@@ -41,6 +49,17 @@ text { fill: #e6edf3; }
 .path { stroke: #2ea043; }
 }
 """
+
+TERMINAL_STYLE = """
+text { font: 13px ui-monospace, 'SF Mono', Menlo, 'DejaVu Sans Mono', monospace; fill: #e6edf3; }
+.window { fill: #0d1117; }
+.good { fill: #3fb950; }
+.bold { font-weight: 600; }
+.dim { fill: #9198a1; }
+"""
+FASTER = 10  # demo.svg: times as fast as recorded
+ROWS, LINE_HEIGHT, TERMINAL_WIDTH = 30, 18, 860
+PAGE_WIDTH, PAGE_HEIGHT = 1100, 760  # of report.svg
 
 # The tokens that each forward of race.svg adds: first the target's own, then accepted guesses.
 FORWARDS = (
@@ -294,7 +313,94 @@ def samples() -> str:
     )
 
 
-PICTURES = {"race.svg": race, "tree.svg": tree, "house.svg": house, "samples.svg": samples}
+def demo() -> str:
+    """Draw the demo's output as a terminal in which its lines appear, ten times as fast.
+
+    Without animations, all lines are there, and the last of them are in view.
+    """
+    recorded = []
+    for line_of_record in (IMAGES / "demo.txt").read_text(encoding="utf-8").splitlines():
+        seconds, _, words = line_of_record.partition(" ")
+        recorded.append((float(seconds) / FASTER, words))
+    last = recorded[-1][0] + 1
+    scrolls, texts = [], []
+    for number, (seconds, words) in enumerate(recorded):
+        hidden = max(0, number + 1 - ROWS)
+        scrolls.append(
+            f"{100 * seconds / last:.2f}% {{ transform: translateY({-LINE_HEIGHT * hidden}px) }}"
+        )
+        texts.append(
+            f'<text class="{kind_of(words)}" x="16" y="{LINE_HEIGHT * (number + 1)}"'
+            f' style="animation-delay:{seconds:.2f}s">{terminal_line(words)}</text>'
+        )
+    shift = -LINE_HEIGHT * max(0, len(recorded) - ROWS)
+    height = 52 + LINE_HEIGHT * ROWS
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {TERMINAL_WIDTH} {height}"'
+            f' width="{TERMINAL_WIDTH}" role="img">',
+            "<title>make demo: the stages from seeds to check, and the figures at the end</title>",
+            f"<style>{TERMINAL_STYLE}",
+            f".all {{ transform: translateY({shift}px); }}",
+            "@media (prefers-reduced-motion: no-preference) {",
+            "text { animation: appear 0.01s backwards; }",
+            f".all {{ animation: scroll {last:.2f}s step-end backwards; }}",
+            "@keyframes appear { from { opacity: 0 } }",
+            f"@keyframes scroll {{ {' '.join(scrolls)} }}",
+            "}</style>",
+            f'<rect class="window" width="{TERMINAL_WIDTH}" height="{height}" rx="8"/>',
+            f'<svg y="38" width="{TERMINAL_WIDTH}" height="{height - 44}"'
+            f' viewBox="0 5 {TERMINAL_WIDTH} {height - 44}">',
+            f'<g class="all">{"".join(texts)}</g>',
+            "</svg>",
+            '<text class="bold" x="16" y="24">$ make demo</text>',
+            f'<text class="dim" x="{TERMINAL_WIDTH - 16}" y="24" text-anchor="end">'
+            f"{FASTER} times as fast</text>",
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def terminal_line(words: str) -> str:
+    """Return a line's text in SVG, which would join its spaces, with a green check mark."""
+    text = escape(words).replace(" ", "\N{NO-BREAK SPACE}")
+    return text.replace("✓", '<tspan class="good">✓</tspan>')
+
+
+def kind_of(words: str) -> str:
+    """Return the style of a line of the demo's output."""
+    if words.startswith("Check passed"):
+        return "good"
+    if words == "demo":
+        return "bold"
+    return "dim" if words.startswith(("─", "  ")) else ""
+
+
+def report() -> str:
+    """Draw the top of the demo's report.html, at a fixed width."""
+    figures = json.loads((IMAGES / "demo-report.json").read_text(encoding="utf-8"))
+    page = render_html(from_json(Report, figures), Extras())
+    style = page.split("<style>")[1].split("</style>")[0]
+    body = page.split("<body>")[1].split("</body>")[0]
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+        f' viewBox="0 0 {PAGE_WIDTH} {PAGE_HEIGHT}" width="{PAGE_WIDTH}" role="img">\n'
+        "<title>The report of make demo</title>\n"
+        f'<foreignObject width="{PAGE_WIDTH}" height="{PAGE_HEIGHT}">'
+        f'<body xmlns="http://www.w3.org/1999/xhtml"><style>{style}</style>{body}</body>'
+        "</foreignObject>\n</svg>\n"
+    )
+
+
+PICTURES = {
+    "race.svg": race,
+    "tree.svg": tree,
+    "house.svg": house,
+    "samples.svg": samples,
+    "demo.svg": demo,
+    "report.svg": report,
+}
 
 
 def main() -> None:
