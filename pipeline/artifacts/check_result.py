@@ -183,6 +183,7 @@ class ServingChoice:
 class ServingAdvice:
     """A sentence that says what to serve at a range of loads, and the command for it."""
 
+    loads: str  # in words
     text: str
     command: str
 

@@ -122,7 +122,7 @@ def serving_advice(
         loads = _named([choice.requests for choice in of_method])
         text = f"{loads}: {_verdict(method, of_method)}."
         command = _command(method, configs.get(method), target)
-        advice.append(ServingAdvice(text=text, command=command))
+        advice.append(ServingAdvice(loads=loads, text=text, command=command))
     return advice
 
 
@@ -149,9 +149,9 @@ def _verdict(method: str, choices: Sequence[ServingChoice]) -> str:
     if is_certain is None:
         lead += " (one repeat: its scatter is unknown)"
     elif is_certain:
-        lead += " (more than repeats scatter)"
+        lead += " (beyond the scatter of the repeats)"
     else:
-        lead += " (no more than repeats scatter)"
+        lead += " (within the scatter of the repeats)"
     if method == PLAIN:
         return f"serve none, plain vLLM is {lead}"
     gains = [choice.speedup for choice in choices]
@@ -182,11 +182,12 @@ def with_choices(figures: VllmFigures, rows: Sequence[LoadRow], target: str) -> 
     choices = serving_choices([row for row in rows if row.requests not in disturbed])
     advice = serving_advice(choices, methods, target)
     if disturbed:
+        loads = _named(disturbed)
         text = (
-            f"{_named(disturbed)}: not known. Other work on the machine disturbed the measurement,"
+            f"{loads}: not known. Other work on the machine disturbed the measurement,"
             " since a method gained more than the tokens that it adds to a step. Check again when"
             " the machine is idle."
         )
         command = "medusa-distill run RUN_DIR/run.yaml --fresh check"
-        advice.append(ServingAdvice(text=text, command=command))
+        advice.append(ServingAdvice(loads=loads, text=text, command=command))
     return replace(figures, choices=choices, disturbed_loads=disturbed or None, advice=advice)

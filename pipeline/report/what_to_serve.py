@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from pipeline.artifacts.check_result import HEADS, PLAIN, ServingChoice, VllmFigures
+from collections.abc import Sequence
+
+from pipeline.artifacts.check_result import (
+    HEADS,
+    PLAIN,
+    ServingAdvice,
+    ServingChoice,
+    VllmFigures,
+)
 from pipeline.formatting import UNKNOWN, count, percent, rate, ratio
 from pipeline.report.facts import greedy_matches
 from pipeline.report.report import Report
@@ -20,7 +28,7 @@ def what_to_serve_table(report: Report) -> Table:
     choices = {choice.requests: choice for choice in vllm.choices or []}
     advice = vllm.advice or []
     table.note = " ".join([*(each.text for each in advice), *_remarks(report, vllm)])
-    table.commands = list(dict.fromkeys(each.command for each in advice))
+    table.commands = _commands(advice)
     plain = [PLAIN, ratio(1.0), UNKNOWN]
     margins = ["best over the next", "", ""]
     cells: dict[str, list[str]] = {PLAIN: plain}
@@ -65,6 +73,14 @@ def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
     if missing:
         remarks.append(f"vLLM has no {' and no '.join(missing)}: see the table Methods.")
     return remarks
+
+
+def _commands(advice: Sequence[ServingAdvice]) -> list[str]:
+    """Return each command once, with the loads that it is for as a comment."""
+    loads: dict[str, list[str]] = {}
+    for each in advice:
+        loads.setdefault(each.command, []).append(each.loads)
+    return [f"{command}  # {'; '.join(of_command)}" for command, of_command in loads.items()]
 
 
 def _margin(choice: ServingChoice | None) -> str:

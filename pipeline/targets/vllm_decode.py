@@ -22,7 +22,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from pipeline.conversations.requests import Request
@@ -37,7 +37,7 @@ from pipeline.targets.spec import (
 )
 from pipeline.targets.vllm_engine import RunningEngine, sampling_params, token_prompt
 
-NUM_WARM_UPS = 2  # prompts that are not timed
+WARM_UP_TOKENS = 8  # of each prompt, not timed
 ENOUGH_SECONDS, ENOUGH_REPEATS = 2.0, 5  # a small target is measured until either is reached
 
 
@@ -172,7 +172,11 @@ def _measure(running: RunningEngine, task: DecodeTask, report: Report) -> VLLMTe
     part = task.name
     eos = eos_token_ids(task.spec)
     requests = task.requests()
-    _generate_in_vllm(running, requests[:NUM_WARM_UPS], eos, f"{part} warms up", report)
+    warm_ups = []
+    for request in requests:
+        limit = min(WARM_UP_TOKENS, request.max_new_tokens)
+        warm_ups.append(replace(request, max_new_tokens=limit))
+    _generate_in_vllm(running, warm_ups, eos, f"{part} warms up", report)
     answers = []
     seconds: list[float] = []
     seconds_in_turn = []

@@ -110,13 +110,13 @@ def test_each_load_has_its_verdict_and_command():
     many = choice(32, "plain", 1.0, "ngram", 0.02, False)
     assert advice_of(one, many) == [
         (
-            "1 at a time: serve heads, 1.63x plain vLLM and 36% faster than ngram (more than"
-            " repeats scatter).",
+            "1 at a time: serve heads, 1.63x plain vLLM and 36% faster than ngram (beyond"
+            " the scatter of the repeats).",
             "medusa-distill serve RUN_DIR",
         ),
         (
-            "32 at a time: serve none, plain vLLM is 2% faster than ngram (no more than repeats"
-            " scatter).",
+            "32 at a time: serve none, plain vLLM is 2% faster than ngram (within the"
+            " scatter of the repeats).",
             "python -m vllm.entrypoints.openai.api_server --model my/model",
         ),
     ]
@@ -141,8 +141,8 @@ def test_a_certain_load_has_a_sentence_of_its_own():
     sure = choice(1, "heads", 1.5, "plain", 0.5, True)
     unsure = choice(32, "heads", 1.04, "plain", 0.04, False)
     first, second = (text for text, _ in advice_of(sure, unsure))
-    assert first.startswith("1 at a time: serve heads") and "(more than" in first
-    assert second.startswith("32 at a time: serve heads") and "(no more than" in second
+    assert first.startswith("1 at a time: serve heads") and "(beyond" in first
+    assert second.startswith("32 at a time: serve heads") and "(within" in second
 
 
 def test_an_equal_method_is_not_called_slower():

@@ -48,7 +48,11 @@ def report_of(*choices: ServingChoice, failed: str | None = None) -> Report:
         methods=methods,
         loads=loads,
         choices=list(choices),
-        advice=[ServingAdvice(text="Serve it.", command="medusa-distill serve RUN_DIR")],
+        advice=[
+            ServingAdvice(
+                loads="1 and 32 at a time", text="Serve it.", command="medusa-distill serve RUN_DIR"
+            )
+        ],
         failed_loads={"suffix": "too slow"},
     )
     native = NativeFigures(
@@ -76,7 +80,7 @@ def test_the_fastest_of_each_load_is_marked():
     assert "suffix failed: broken. suffix failed under load: too slow." in table.note
     assert "vLLM has no retrieval: see the table Methods." in table.note
     section = markdown_section(table)
-    assert section.endswith("\n\n```bash\nmedusa-distill serve RUN_DIR\n```")
+    assert section.endswith("\n\n```bash\nmedusa-distill serve RUN_DIR  # 1 and 32 at a time\n```")
     assert what_to_serve_table(Report()).rows == []
     vllm = replace(found.vllm, disturbed_loads=[32])
     disturbed = what_to_serve_table(replace(found, check=replace(found.check, vllm=vllm)))
