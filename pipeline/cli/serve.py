@@ -105,13 +105,13 @@ def _server_arguments(
     from pipeline.targets.spec import model_config, resolve
     from pipeline.targets.vllm_engine import serving_arguments
 
-    export = source
+    export, run = source, source.parent.parent  # RUN_DIR/latest/export, or a copy of it
     if (source / "latest" / "export").is_dir():
-        export = source / "latest" / "export"
+        export, run = source / "latest" / "export", source
     layout = read_layout(export)
     target = base_model or target_of(export)
     gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
-    settings = {**_settings_of_run(export, target), **target_settings(words)}
+    settings = {**_settings_of_run(run, target), **target_settings(words)}
     config = TargetConfig(model=target, **settings)
     spec = resolve(config, on_gpu=gpus > 0)
     refusal = layout.kind.vllm_refusal(layout.shape, model_config(spec).to_dict())
@@ -128,14 +128,14 @@ def _server_arguments(
     return arguments
 
 
-def _settings_of_run(export: Path, target: str) -> PlainData:
-    """Return the settings of the target in an export's run; none for a copy of an export.
+def _settings_of_run(run: Path, target: str) -> PlainData:
+    """Return the settings of the target in a run; none if the directory is no run's.
 
     If another model is served than the run's target, its `revision` is left out.
     """
     from pipeline.config.load import RUN_FILE, load_config
 
-    file = export.resolve().parent / RUN_FILE
+    file = run / RUN_FILE
     if not file.is_file():
         return {}
     config = load_config(file).target

@@ -105,6 +105,8 @@ def test_the_target_has_the_settings_of_its_run(copied_run, tmp_path):
     served = _server_arguments(copied_run.path, None, ["target.dtype=float32"], 0)
     assert served["chat_template"] == "{{ messages }}" and served["dtype"] == "float32"
     assert served["served_model_name"] == Path(settings["target"]["model"]).name
+    by_link = _server_arguments(copied_run.path / "latest" / "export", None, [], 0)
+    assert by_link["chat_template"] == "{{ messages }}" and by_link["dtype"] == "bfloat16"
     elsewhere = tmp_path / "copy"
     shutil.copytree(copied_run.latest("export").path, elsewhere)
     assert _server_arguments(elsewhere, None, [], 0)["chat_template"] is None
