@@ -83,7 +83,8 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     )
     compared = compared_configs(request)
     tasks = _tasks_of_methods(task, with_heads, compared)
-    plain, accelerated, *others = decode_in_vllm(tasks, progress.report)
+    plain, accelerated, *others, again = decode_in_vllm(tasks, progress.report)
+    plain = plain.with_repeats(again)
     answers = accelerated.token_ids
     accepted = accelerated.accepted
     require_steps(accepted)
@@ -122,12 +123,16 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
 def _tasks_of_methods(
     plain: Task, with_heads: Content, compared: Mapping[str, Content]
 ) -> list[Task]:
-    """Return the task of plain decoding, that of the heads, and an optional one for each method."""
+    """Return the tasks of plain decoding, the heads, each method, and plain decoding again.
+
+    Plain decoding is measured first and last, so that its repeats scatter as far as the machine's
+    speed changes meanwhile. Tasks after the heads' are optional.
+    """
     tasks = [plain, replace(plain, engine_args=with_heads, name="vLLM with the heads")]
     for name, config in compared.items():
         arguments = {"speculative_config": config}
         tasks.append(replace(plain, engine_args=arguments, name=f"vLLM, {name}", optional=True))
-    return tasks
+    return [*tasks, replace(plain, name="plain vLLM again", repeats=1, optional=True)]
 
 
 def _comparer(request: CheckRequest, plain: VLLMTexts) -> Callable[[VLLMTexts], Comparison]:
@@ -223,8 +228,13 @@ def load_study(
     )
     compared = compared_configs(request)
     tasks = _tasks_of_methods(task, with_heads, compared)
-    plain, *others = serve_under_load(tasks, progress.report)
-    assert not isinstance(plain, str), "only compared methods are optional"
+    plain, *others, again = serve_under_load(tasks, progress.report)
+    assert not isinstance(plain, str), "it is not optional"
+    if not isinstance(again, str):
+        plain = [
+            replace(first, speeds=[*first.speeds, *last.speeds])
+            for first, last in zip(plain, again, strict=True)
+        ]
     rows = []
     failed = {}
     for name, figures in zip((HEADS, *compared), others, strict=True):

@@ -28,6 +28,7 @@ from pipeline.formatting import times
 from pipeline.targets.vllm_server import SERVER
 
 DISTURBED = 1.1  # times the acceleration rate
+LEAST_MARGIN = 0.005  # a smaller one is none
 
 
 class Speed(NamedTuple):
@@ -53,7 +54,8 @@ def disturbed_loads(rows: Sequence[LoadRow], methods: Sequence[ServedMethod]) ->
 def serving_choices(rows: Sequence[LoadRow]) -> list[ServingChoice]:
     """Return the fastest method at each load at which any has a request within `check.slo`.
 
-    `rows` are those of all methods at all loads that are not disturbed.
+    Where it is not faster than plain decoding beyond the scatter of the repeats, the choice is
+    plain decoding. `rows` are those of all methods at all loads that are not disturbed.
     """
     by_load: dict[int, list[LoadRow]] = {}
     for row in rows:
@@ -67,9 +69,8 @@ def serving_choices(rows: Sequence[LoadRow]) -> list[ServingChoice]:
         speeds = [plain]
         for row in of_load:
             speeds.append(_speed(row.method, row.tokens_per_second, row.within_slo, row.range))
-        speeds.sort(key=lambda speed: -speed.useful)
-        if speeds[0].useful:
-            choices.append(_choice(requests, plain, *speeds[:2]))
+        if any(speed.useful for speed in speeds):
+            choices.append(_choice(requests, plain, speeds))
     return choices
 
 
@@ -87,25 +88,32 @@ def _speed(
     return Speed(method, speed, share * speed, spread)
 
 
-def _choice(requests: int, plain: Speed, best: Speed, second: Speed) -> ServingChoice:
-    """Return the choice of one load, given the fastest method and the second."""
+def _choice(requests: int, plain: Speed, speeds: Sequence[Speed]) -> ServingChoice:
+    """Return the choice of one load, given plain decoding's speed and all speeds."""
+    best, second = sorted(speeds, key=lambda speed: -speed.useful)[:2]
+    if best is not plain and _is_beyond(best, plain) is False:
+        best, second = plain, best
     margin = None
     if second.useful:
         margin = round(best.useful / second.useful - 1, 4)
     speedup = best.tokens_per_second / plain.tokens_per_second
     if plain.useful:
         speedup = best.useful / plain.useful
-    is_beyond_scatter = None
-    if best.spread is not None and second.spread is not None:
-        is_beyond_scatter = best.spread[0] > second.spread[1]
     return ServingChoice(
         requests=requests,
         method=best.method,
         speedup=round(speedup, 4),
         second=second.method,
         margin=margin,
-        is_beyond_scatter=is_beyond_scatter,
+        is_beyond_scatter=_is_beyond(best, second),
     )
+
+
+def _is_beyond(faster: Speed, slower: Speed) -> bool | None:
+    """Return whether all repeats of one are faster than those of the other; None for one repeat."""
+    if faster.spread is None or slower.spread is None:
+        return None
+    return faster.spread[0] > slower.spread[1]
 
 
 def serving_advice(
@@ -136,29 +144,44 @@ def _named(loads: Sequence[int]) -> str:
 
 def _verdict(method: str, choices: Sequence[ServingChoice]) -> str:
     """Say what to serve at these loads, by how much it is faster, and whether that is certain."""
-    margins = {choice.margin: choice.second for choice in choices if choice.margin is not None}
-    lead = "alone in time"
-    if margins:
-        least = min(margins)
-        lead = f"{least:.0%} faster than {margins[least]}"
-        if least < 0.005:
-            lead = f"as fast as {margins[least]}"
-        elif len(choices) > 1:
-            lead = f"at least {lead}"
     is_certain = choices[0].is_beyond_scatter
-    if is_certain is None:
-        lead += " (one repeat: its scatter is unknown)"
-    elif is_certain:
-        lead += " (beyond the scatter of the repeats)"
-    else:
-        lead += " (within the scatter of the repeats)"
+    certainty = "(one repeat: its scatter is unknown)"
+    if is_certain is not None:
+        certainty = f"({'beyond' if is_certain else 'within'} the scatter of the repeats)"
+    lead = _lead(choices)
     if method == PLAIN:
-        return f"serve none, plain vLLM is {lead}"
+        if is_certain is False:
+            return (
+                "serve none, since no method is faster than plain vLLM beyond the scatter of the"
+                " repeats"
+            )
+        return f"serve none, plain vLLM is {lead} {certainty}"
     gains = [choice.speedup for choice in choices]
     gain = times(min(gains))
     if times(max(gains)) != gain:
         gain += f" to {times(max(gains))}"
-    return f"serve {method}, {gain} plain vLLM and {lead}"
+    verdict = f"serve {method}, {gain} plain vLLM"
+    if lead:
+        verdict += f" and {lead}"
+    return f"{verdict} {certainty}"
+
+
+def _lead(choices: Sequence[ServingChoice]) -> str:
+    """Say by how much a method is faster than the second; empty if plain decoding is a second."""
+    margins = {}
+    for choice in choices:
+        if choice.margin is None:
+            return "alone in time"
+        if choice.second == PLAIN:
+            return ""
+        margins[choice.margin] = choice.second
+    least = min(margins)
+    if least < LEAST_MARGIN:
+        return f"as fast as {margins[least]}"
+    lead = f"{least:.0%} faster than {margins[least]}"
+    if len(choices) > 1:
+        lead = f"at least {lead}"
+    return lead
 
 
 def _command(method: str, config: Mapping[str, Any] | None, target: str) -> str:

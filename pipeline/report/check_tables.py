@@ -258,7 +258,10 @@ def study_tables(report: Report) -> dict[str, Table]:
     """Build the report's tables of studies, by name; the table of a study not run has no rows."""
     studies = report.studies
     trees = Table("Study: trees", ["tree", "nodes", *COSTS])
-    trees.note = "Trees from plain decoding to the export's own, on all the check's prompts."
+    trees.note = (
+        "Trees from plain decoding to the export's own, on all the check's prompts. Overheads of"
+        " different tables do not compare: their prompts differ."
+    )
     for row in studies.trees or []:
         trees.add(str(row.tree), count(row.nodes), *_costs(row))
     heads = Table("Study: heads used", ["heads", "nodes", *COSTS])
@@ -295,13 +298,19 @@ def _costs(row: TreeRow) -> tuple[str, str, str]:
 def _load_study(report: Report) -> Table:
     """Build the report's table of vLLM's speed and latencies by concurrent requests."""
     table = Table("Study: load", ["method", "requests", "per draft", *SPEEDS])
-    for measure in ("to first", "per token", "within limits"):
+    rows = report.studies.load or []
+    measures = ["to first", "per token"]
+    has_limits = any(row.within_slo is not None for row in rows)
+    if has_limits:
+        measures.append("within limits")
+    for measure in measures:
         table.columns += [f"{measure}, plain", f"{measure}, drafting"]
     table.note = (
         "vLLM as a server, with so many requests at once; time to the first token and per further"
-        " one in ms, p50 / p90 / p99 of the requests. Client and server share the machine. Per"
-        " draft: the answers' tokens without the first of each, over the drafts that the server"
-        " counts. A step without a draft is not counted here, and is in the check's rate per step."
+        " one in ms, p50 / p90 / p99 of the requests. Prompts repeat where they are fewer. Client"
+        " and server share the machine. Per draft: the answers' tokens without the first of each,"
+        " over the drafts that the server counts. Steps without a draft are not counted here, and"
+        " are in the check's rate per step."
     )
     limits = None
     draft_tokens = {}
@@ -317,7 +326,7 @@ def _load_study(report: Report) -> Table:
             " token and the drafts of each request, are marked *. The GPU memory"
             f" holds {count(limits.sequences)} sequences of {count(limits.sequence_tokens)} tokens."
         )
-    for row in report.studies.load or []:
+    for row in rows:
         requests = count(row.requests)
         verified = row.requests * (1 + draft_tokens.get(row.method, 0))
         if limits is not None and verified > limits.memory_bound_tokens:
@@ -325,7 +334,8 @@ def _load_study(report: Report) -> Table:
         cells = [ratio(row.acceleration_rate), *_speeds(row)]
         for waited in (row.baseline_ttft_ms, row.ttft_ms, row.baseline_tpot_ms, row.tpot_ms):
             cells.append(_percentiles(waited))
-        cells += [percent(row.baseline_within_slo), percent(row.within_slo)]
+        if has_limits:
+            cells += [percent(row.baseline_within_slo), percent(row.within_slo)]
         table.add(row.method, requests, *cells)
     return table
 

@@ -81,7 +81,10 @@ def check_outcome(report: Report) -> Outcome:
 def speed_outcomes(report: Report) -> list[Outcome]:
     """Return what the heads gain in each engine whose speedup is known and not disturbed."""
     outcomes = []
-    engines = {"natively": report.native, "in vLLM, all prompts at once": report.vllm}
+    engines = {
+        "natively": report.native,
+        "in vLLM, all prompts at once": report.vllm,
+    }
     for name, engine in engines.items():
         if not engine or engine.speedup is None or is_disturbed(engine):
             continue
@@ -160,7 +163,9 @@ def headline_table(report: Report) -> Table:
         for label in NATIVE_FIGURES:
             table.add(label, NOT_RUN, "")
     if vllm:
-        note = f"top-1 chain, no tree; {expected_rate(vllm)} expected"
+        note = "top-1 chain, no tree"
+        if vllm.expected_acceleration_rate is not None:
+            note += f"; {expected_rate(vllm)} expected"
         note += f"; greedy identical {greedy_matches(vllm.greedy_match)}"
         table.add("vLLM acceleration rate", measured_rate(vllm), note)
         _add_new_answers(table, "On new answers, vLLM", vllm, vllm)

@@ -56,9 +56,11 @@ def what_to_serve_table(report: Report) -> Table:
 
 def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
     """Return the sentences below the verdicts: what the columns mean, and what is missing."""
+    measured = "of vLLM's server" if report.studies.load else "of vLLM without a server"
     remarks = [
-        "Per step: tokens kept per forward of the target."
-        " Identical: greedy answers equal to plain vLLM's. Best: the fastest at this load."
+        f"Tokens/s are those {measured}. Per step: tokens kept per forward of the target."
+        " Identical: greedy answers equal to plain vLLM's. Best: what to serve at this load, among"
+        " vLLM's methods; native speeds are in the table Methods."
     ]
     if any("RUN_DIR" in advice.command for advice in vllm.advice or []):
         remarks.append("RUN_DIR is this run's directory.")
@@ -71,7 +73,7 @@ def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
     others = [other.name for other in (native.baselines if native else None) or []]
     missing = [name for name in NATIVE_ONLY if name in others]
     if missing:
-        remarks.append(f"vLLM has no {' and no '.join(missing)}: see the table Methods.")
+        remarks.append(f"vLLM has no {' and no '.join(missing)}.")
     return remarks
 
 
@@ -87,6 +89,8 @@ def _margin(choice: ServingChoice | None) -> str:
     """Format by how much the fastest method at a load is faster than the second."""
     if choice is None or choice.margin is None:
         return UNKNOWN
+    if choice.method == PLAIN and choice.is_beyond_scatter is False:
+        return f"tie with {choice.second}"
     return f"{percent(choice.margin)} over {choice.second}"
 
 

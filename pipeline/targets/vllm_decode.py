@@ -65,6 +65,14 @@ class VLLMTexts:
         """Generated tokens per second with all prompts at once, the median of the repeats."""
         return statistics.median(self.at_once())
 
+    def with_repeats(self, later: VLLMTexts) -> VLLMTexts:
+        """Return these texts with the durations of a later measurement as further repeats."""
+        return replace(
+            self,
+            seconds=[*self.seconds, *later.seconds],
+            seconds_in_turn=[*self.seconds_in_turn, *later.seconds_in_turn],
+        )
+
     def at_once(self) -> list[float]:
         """Return the tokens per second of each repeat with all prompts at once."""
         num_tokens = sum(map(len, self.token_ids))

@@ -49,6 +49,7 @@ def check(monkeypatch, tiny_target):
             alone = dict.fromkeys(range(len(texts)), 2 * seconds / len(texts))
             decoded.append(VLLMTexts(texts, steps, [seconds], [alone]))
         decoded.append(VLLMTexts(failed="no n-grams"))
+        decoded.append(VLLMTexts(failed="no second time"))
         monkeypatch.setattr(served, "decode_in_vllm", lambda *arguments, **more: decoded)
         target = TargetSpec(str(tiny_target))
         return served.check_served(
@@ -152,8 +153,12 @@ def test_a_request_keeps_the_limits_if_neither_is_broken(limits, share):
 def test_all_servers_are_asked_alike(tiny_target, monkeypatch):
     def serve_under_load(tasks, told):
         asked.extend(tasks)
-        plain = [measured(level, seconds=1.0, num_tokens=100) for level in tasks[0].levels]
-        return plain, plain, "It died."
+        plain = []
+        for level in tasks[0].levels:
+            found = measured(level, seconds=1.0, num_tokens=100)
+            plain.append(replace(found, speeds=[100.0]))
+        again = [replace(level, speeds=[50.0]) for level in plain]
+        return plain, plain, "It died.", again
 
     asked: list[LoadTask] = []
     monkeypatch.setattr(served, "serve_under_load", serve_under_load)
@@ -167,6 +172,8 @@ def test_all_servers_are_asked_alike(tiny_target, monkeypatch):
     assert asked[2].engine_args["speculative_config"]["method"] == "ngram" and asked[2].optional
     assert [row.requests for row in found] == [1, 2, 4, 8, 16, 32, 64]
     assert {row.method for row in found} == {"heads"} and failed == {"ngram": "It died."}
+    assert (asked[-1].name, asked[-1].repeats) == ("plain vLLM again", 1) and asked[-1].optional
+    assert {tuple(row.baseline_range) for row in found} == {(50.0, 100.0)}
 
 
 def test_a_row_has_the_range_of_several_passes():

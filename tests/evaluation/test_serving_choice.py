@@ -46,6 +46,26 @@ def test_with_one_repeat_the_scatter_is_unknown():
     assert (choice.method, choice.margin, choice.is_beyond_scatter) == ("heads", 1.0, None)
 
 
+@pytest.mark.parametrize(
+    ("spread", "chosen"), [([101, 140], ("heads", "plain")), ([95, 140], ("plain", "heads"))]
+)
+def test_a_method_is_chosen_where_it_is_certainly_faster(spread, chosen):
+    """Plain decoding has 90 to 100 tokens/s, and heads 120 in the median of their repeats."""
+    plain = {"baseline_range": [90, 100]}
+    (found,) = serving_choices([row("heads", 8, 120, 95, range=spread, **plain)])
+    assert (found.method, found.second) == chosen
+    assert found.is_beyond_scatter is (chosen[0] == "heads")
+    assert found.speedup == (pytest.approx(120 / 95, abs=1e-4) if chosen[0] == "heads" else 1)
+
+
+def test_a_lead_over_plain_decoding_is_stated_once():
+    ((sentence, _),) = advice_of(choice(1, "heads", 1.34, "plain", 0.34, True))
+    assert (
+        sentence
+        == "1 at a time: serve heads, 1.34x plain vLLM (beyond the scatter of the repeats)."
+    )
+
+
 def test_requests_out_of_time_do_not_count():
     """Heads are faster, and late in half of the requests; then plain decoding is always late."""
     ranges = {"range": [140, 160], "baseline_range": [90, 110]}
@@ -115,8 +135,8 @@ def test_each_load_has_its_verdict_and_command():
             "medusa-distill serve RUN_DIR",
         ),
         (
-            "32 at a time: serve none, plain vLLM is 2% faster than ngram (within the"
-            " scatter of the repeats).",
+            "32 at a time: serve none, since no method is faster than plain vLLM beyond the scatter"
+            " of the repeats.",
             "python -m vllm.entrypoints.openai.api_server --model my/model",
         ),
     ]
@@ -126,12 +146,12 @@ def test_each_load_has_its_verdict_and_command():
     ("loads", "named"), [((1, 32), "1 and 32 at a time"), ((1, 2, 4), "1 to 4 at a time")]
 )
 def test_loads_with_the_same_answer_are_one_sentence(loads, named):
-    second, third = ("plain", 0.1), ("heads", 0.3)
+    second, third = ("suffix", 0.1), ("heads", 0.3)
     choices = [choice(loads[0], "ngram", 1.1, *second)]
     choices += [choice(load, "ngram", 4.4, *third) for load in loads[1:]]
     ((sentence, command),) = advice_of(*choices)
     assert sentence == (
-        f"{named}: serve ngram, 1.10x to 4.40x plain vLLM and at least 10% faster than plain (one"
+        f"{named}: serve ngram, 1.10x to 4.40x plain vLLM and at least 10% faster than suffix (one"
         " repeat: its scatter is unknown)."
     )
     assert command.endswith('--speculative-config \'{"method": "ngram"}\'')

@@ -78,10 +78,19 @@ def test_the_fastest_of_each_load_is_marked():
     assert not any("best" in cell for cell in rows["ngram"])
     assert table.note.startswith("Serve it. ") and "RUN_DIR is this run's directory." in table.note
     assert "suffix failed: broken. suffix failed under load: too slow." in table.note
-    assert "vLLM has no retrieval: see the table Methods." in table.note
+    assert "vLLM has no retrieval." in table.note
     section = markdown_section(table)
     assert section.endswith("\n\n```bash\nmedusa-distill serve RUN_DIR  # 1 and 32 at a time\n```")
     assert what_to_serve_table(Report()).rows == []
+    tie = ServingChoice(
+        requests=1,
+        method="plain",
+        speedup=1.0,
+        second="ngram",
+        margin=-0.1,
+        is_beyond_scatter=False,
+    )
+    assert what_to_serve_table(report_of(tie)).rows[-1][3] == "tie with ngram"
     vllm = replace(found.vllm, disturbed_loads=[32])
     disturbed = what_to_serve_table(replace(found, check=replace(found.check, vllm=vllm)))
     assert disturbed.rows[-1][3:] == ("25.0% over ngram", "disturbed")
