@@ -70,12 +70,23 @@ def report_subtitle(report: Report) -> str:
 
 
 def check_outcome(report: Report) -> Outcome:
-    """Return the outcome of a report's check: passed, failed with its failures, or not run."""
+    """Return the outcome of a report's check: passed, failed with its failures, or not run.
+
+    A passed check states how many greedy sequences of all engines differ at a tie, if any does.
+    """
     if not report.check:
         return Outcome(None, "Check not run")
     if not report.check.passed:
         return Outcome(False, "Check failed", tuple(report.check.failures))
-    return Outcome(True, "Check passed: greedy text unchanged")
+    text = "Check passed: greedy text as without heads"
+    ties = sequences = 0
+    for engine in (report.native, report.vllm):
+        if engine:
+            ties += engine.greedy_match.ties
+            sequences += engine.greedy_match.sequences
+    if ties:
+        text += f", except {ties} of {sequences} sequences at ties"
+    return Outcome(True, text)
 
 
 def speed_outcomes(report: Report) -> list[Outcome]:
@@ -88,10 +99,13 @@ def speed_outcomes(report: Report) -> list[Outcome]:
     for name, engine in engines.items():
         if not engine or engine.speedup is None or is_disturbed(engine):
             continue
-        if engine.speedup > 1:
-            outcomes.append(Outcome(True, f"{times(engine.speedup)} {name}: faster with heads"))
+        speedup = f"{times(engine.speedup)} {name}"
+        if round(engine.speedup, 2) == 1:
+            outcomes.append(Outcome(None, f"{speedup}: as fast with heads"))
+        elif engine.speedup > 1:
+            outcomes.append(Outcome(True, f"{speedup}: faster with heads"))
         else:
-            outcomes.append(Outcome(None, f"{times(engine.speedup)} {name}: slower with heads"))
+            outcomes.append(Outcome(None, f"{speedup}: slower with heads"))
     return outcomes
 
 

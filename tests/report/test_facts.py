@@ -7,6 +7,7 @@ import pytest
 from pipeline.report.check_tables import check_table, methods_table
 from pipeline.report.facts import (
     Outcome,
+    check_outcome,
     headline_table,
     report_subtitle,
     report_title,
@@ -56,6 +57,14 @@ def test_heads_that_will_not_pay_are_warned_of(report, expected, does_not_pay):
     assert len(report_warnings(typed(report))) == does_not_pay
 
 
+def test_a_passed_check_counts_the_ties_of_all_engines(report):
+    passed = "Check passed: greedy text as without heads"
+    report["check"]["vllm"]["greedy_match"] |= {"identical": 30, "ties": 2}
+    assert check_outcome(typed(report)).text == f"{passed}, except 3 of 64 sequences at ties"
+    del report["check"]["native"], report["check"]["vllm"]
+    assert check_outcome(typed(report)).text == passed
+
+
 def test_the_speedup_is_an_outcome_for_each_engine(report):
     report["check"]["native"]["speedup"] = 0.62
     report["check"]["vllm"]["speedup"] = 1.31
@@ -63,8 +72,11 @@ def test_the_speedup_is_an_outcome_for_each_engine(report):
         Outcome(None, "0.62x natively: slower with heads"),
         Outcome(True, "1.31x in vLLM, all prompts at once: faster with heads"),
     ]
-    report["check"]["native"]["speedup"] = 2.5  # above the acceleration rate
+    report["check"]["native"]["speedup"] = 0.9996
     report["check"]["vllm"]["speedup"] = None
+    same = Outcome(None, "1.00x natively: as fast with heads")
+    assert speed_outcomes(typed(report)) == [same]
+    report["check"]["native"]["speedup"] = 2.5  # above the acceleration rate
     assert speed_outcomes(typed(report)) == []
 
 
