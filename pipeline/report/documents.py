@@ -110,8 +110,11 @@ def render_markdown(report: Report, extras: Extras) -> str:
     """Render report.md; text from data is escaped."""
     outcomes = report_outcomes(report)
     parts = [f"# {escaped(report_title(report))}", escaped(report_subtitle(report))]
-    parts += [f"**{outcome.text}.**" for outcome in outcomes]
-    notes = [*outcomes[0].failures, *report_warnings(report)]
+    notes: list[str] = []
+    for outcome in outcomes:
+        parts.append(f"**{outcome.text}.**")
+        notes += outcome.failures
+    notes += report_warnings(report)
     if notes:
         parts.append("\n".join(f"- {escaped(note)}" for note in notes))
     tables = report_tables(report, extras)
