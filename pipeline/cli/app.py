@@ -35,7 +35,7 @@ for command in (
 ):
     app.command()(command)
 
-
+COMMITTING = {"run", "push"}  # their results stay after an interrupt, and they can continue
 GONE = {
     "archive": (
         "Copy the run directory with rclone, `aws s3 sync` or rsync, then `medusa-distill verify`"
@@ -88,5 +88,5 @@ def options(
 
 def main() -> None:
     """Run the command line `medusa-distill` and exit with its code."""
-    commits = sys.argv[1:2] in (["run"], ["push"])
+    commits = not COMMITTING.isdisjoint(sys.argv[1:2])
     sys.exit(ends_well(lambda: app(standalone_mode=False), commits=commits))

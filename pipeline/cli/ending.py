@@ -28,6 +28,7 @@ from pipeline.storage.atomic import disk_fault
 
 UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+KEPT = "What was committed is kept; the same command continues."
 
 
 def ends_well(story: Callable[[], Any], *, commits: bool = True) -> int:
@@ -39,7 +40,7 @@ def ends_well(story: Callable[[], Any], *, commits: bool = True) -> int:
     process. Under nohup, SIGHUP stays ignored.
 
     Args:
-        commits: Whether `story` commits results, and can continue after a signal.
+        commits: Whether `story` commits results, and can continue after it was ended.
     """
     stops = []
     keep_out_of_logs()
@@ -47,8 +48,7 @@ def ends_well(story: Callable[[], Any], *, commits: bool = True) -> int:
     def stop(signum: int, frame: FrameType | None) -> None:
         """Store the signal, and interrupt the command."""
         signal.signal(signum, signal.SIG_DFL)  # a second signal ends the process at once
-        fix = "What was committed is kept; the same command continues." if commits else None
-        stops.append(Interrupted(signum, fix))
+        stops.append(Interrupted(signum, KEPT if commits else None))
         raise KeyboardInterrupt  # while Ray waits it lets no other exception through
 
     for signum in STOPS:
@@ -59,16 +59,17 @@ def ends_well(story: Callable[[], Any], *, commits: bool = True) -> int:
         with _output():
             result = story()
     except (Exception, KeyboardInterrupt) as error:
-        return _print_error(stops[0] if stops else error)
+        return _print_error(stops[0] if stops else error, commits)
     if stops:  # also where a caller handled the interrupt
-        return _print_error(stops[0])
+        return _print_error(stops[0], commits)
     return result if isinstance(result, int) else 0
 
 
-def _print_error(error: BaseException) -> int:
+def _print_error(error: BaseException, commits: bool) -> int:
     """Print a command's error as one paragraph and return the command's exit code.
 
-    Nothing is printed if the reader of the output has gone, or if the help was already printed.
+    Nothing is printed if the reader of the output has gone, or if the help was already printed. The
+    message of an unexpected error states that results are kept if the command commits any.
     """
     fault = disk_fault(error)
     if isinstance(error, typer.TyperException):
@@ -81,6 +82,8 @@ def _print_error(error: BaseException) -> int:
         text, code = str(fault), fault.exit_code
     else:
         text, code = _defect_message(error), UNEXPECTED
+        if commits:
+            text += f" {KEPT}"
     if code == 128 + signal.SIGPIPE:  # as with `| head`: the reader has gone
         return code
     console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
@@ -105,10 +108,7 @@ def _defect_message(error: BaseException) -> str:
         ) as file:
             file.write(_traceback(error))
         kept = f"its traceback is in {file.name}"
-    return (
-        f"{what}. This is a defect of medusa-distill, or of a library that it uses; {kept}. What"
-        " was committed is kept; the same command continues."
-    )
+    return f"{what}. This is a defect of medusa-distill, or of a library that it uses; {kept}."
 
 
 def _traceback(error: BaseException) -> str:

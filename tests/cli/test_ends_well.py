@@ -15,7 +15,7 @@ import time
 import pytest
 
 from pipeline.cli.app import main
-from pipeline.cli.ending import ends_well
+from pipeline.cli.ending import KEPT, ends_well
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 
 
@@ -60,6 +60,9 @@ def test_a_defect_keeps_its_traceback_without_secrets(capsys, monkeypatch, tmp_p
     assert out == "" and err.count("\n") == 1 and str(kept) in err and "Traceback" not in err
     assert err.startswith("error: ZeroDivisionError: by *** at test_ends_well.py:")
     assert "Traceback" in kept.read_text() and "s3cr3t" not in kept.read_text() + err
+    assert err.endswith(f"traceback is in {kept}. {KEPT}\n")
+    ends_well(raising(ZeroDivisionError()), commits=False)
+    assert "What was committed" not in capsys.readouterr().err
 
 
 SAYS_A_MARK = (
