@@ -18,6 +18,7 @@ from pipeline.execution.executor import Executor, make_executor
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import Meter, ProgressReporter, print_stage
 from pipeline.export.layout import BACKBONE_DIRECTORY
+from pipeline.formatting import count
 from pipeline.run.resolved import ResolvedRun
 from pipeline.storage.fingerprint import FileDigests, fingerprint
 from pipeline.storage.receipts import Identity, Summary
@@ -198,8 +199,8 @@ class Stage:
     """Returns the stages that it reads; a sharded stage has one shard per shard of the first."""
     identity: Callable[[Context], Identity]  # what its result depends on besides `upstream`
     run: Callable[[Context, StageDirectory], Summary]  # makes the result and returns the summary
-    figures: tuple[str, ...]
-    """Keys of the summary to print at the end; a dot leads into a section, `as` to a label."""
+    figures: dict[str, str]
+    """Labels of the figures to print at the end, by key of the summary; a dot enters a section."""
     sharded: bool = False  # the result is shards
     scratch: tuple[str, ...] = ()  # files and folders that are not part of the result
     parts: tuple[str, ...] = ()  # folders that are made again alone when a file is damaged
@@ -212,16 +213,19 @@ class Stage:
         return {"version": self.version, "settings": self.identity(context), "upstream": upstream}
 
     def one_line(self, summary: Summary) -> str:
-        """Format the figures in a finished stage's summary as one line for the terminal."""
+        """Format the figures in a finished stage's summary as one line for the terminal.
+
+        A float below 1,000 has 4 significant digits, a larger one no decimals.
+        """
         parts = []
-        for figure in self.figures:
-            key, _, label = figure.partition(" as ")
+        for key, label in self.figures.items():
             value: Any = summary
             for name in key.split("."):
                 value = (value or {}).get(name)
             if value is not None:
-                text = value if isinstance(value, str) else f"{value:,.10g}"
-                parts.append(f"{label or name.replace('_', ' ')} {text}")
+                if isinstance(value, float) and value < 1000:
+                    value = f"{value:.4g}"
+                parts.append(f"{label} {count(value)}")
         return ", ".join(parts)
 
     def locate(self, context: Context) -> StageDirectory:

@@ -68,7 +68,11 @@ from pipeline.training.methods import method_of
 
 NAME = "calibrate"
 VERSION = 13
-FIGURES = ("tree.nodes", "tree.expected_acceleration_rate", "tree.expected_standard_error")
+FIGURES = {
+    "tree.nodes": "nodes",
+    "tree.expected_acceleration_rate": "expected acceleration rate",
+    "tree.expected_standard_error": "expected standard error",
+}
 """Numbers of nodes; with the root they are powers of two, at which matrix products are fastest."""
 
 

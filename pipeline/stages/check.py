@@ -80,11 +80,11 @@ from pipeline.training.methods import method_of
 
 NAME = "check"
 VERSION = 22
-FIGURES = (
-    "native.acceleration_rate as native acceleration rate",
-    "native.speedup as native speedup",
-    "vllm.acceleration_rate as vLLM acceleration rate",
-)
+FIGURES = {
+    "native.acceleration_rate": "native acceleration rate",
+    "native.speedup": "native speedup",
+    "vllm.acceleration_rate": "vLLM acceleration rate",
+}
 LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `Limits`
 
 

@@ -88,7 +88,7 @@ STAGE = Stage(
     reads("train", "calibrate"),
     identity,
     run,
-    ("bytes", "dtype"),
+    {"bytes": "bytes", "dtype": "dtype"},
     scratch=(CARD_FILE,),  # written again with every report
     parts=(BACKBONE_DIRECTORY,),
 )

@@ -34,7 +34,12 @@ from pipeline.training.held_out_accuracy import SPLIT
 
 NAME = "features"
 VERSION = 3
-FIGURES = ("positions", "bytes_per_position", "tokens_per_second", "quarantined")
+FIGURES = {
+    "positions": "positions",
+    "bytes_per_position": "bytes per position",
+    "tokens_per_second": "tokens per second",
+    "quarantined": "quarantined",
+}
 
 
 class Worker:

@@ -42,7 +42,14 @@ from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, loa
 
 NAME = "generate"
 VERSION = 5
-FIGURES = ("rows", "samples", "tokens", "tokens_per_second", "quarantined", "special_token_rows")
+FIGURES = {
+    "rows": "rows",
+    "samples": "samples",
+    "tokens": "tokens",
+    "tokens_per_second": "tokens per second",
+    "quarantined": "quarantined",
+    "special_token_rows": "special token rows",
+}
 
 MIN_ROWS = 2  # of each split; a standard error needs two
 

@@ -124,4 +124,5 @@ def flat_receipt(receipts: Mapping[str, Receipt]) -> Receipt:
     return {**receipts.get(HEADS, {}), **others}
 
 
-STAGE = Stage(NAME, VERSION, upstream, identity, run, ("repo", "commit"))
+FIGURES = {"repo": "repo", "commit": "commit"}
+STAGE = Stage(NAME, VERSION, upstream, identity, run, FIGURES)

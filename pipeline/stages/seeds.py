@@ -41,7 +41,13 @@ from pipeline.storage.stage_directory import StageDirectory
 
 NAME = "seeds"
 VERSION = 6
-FIGURES = ("rows", "train_rows", "calibrate_rows", "check_rows", "quarantined")
+FIGURES = {
+    "rows": "rows",
+    "train_rows": "train rows",
+    "calibrate_rows": "calibrate rows",
+    "check_rows": "check rows",
+    "quarantined": "quarantined",
+}
 LONGEST_QUESTION = 200  # characters of a question in an error message
 MOST_SHOWN = 8  # skipped files of a source in the terminal
 

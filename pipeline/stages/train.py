@@ -27,6 +27,12 @@ from pipeline.training.trainer import train
 
 NAME = "train"
 VERSION = 4
+FIGURES = {
+    "steps": "steps",
+    "final_loss": "final loss",
+    "tokens_per_second": "positions per second",
+    "drift.kl": "kl",
+}
 
 QUANTIZED_TEACHER = (
     "the backbone is held to the quantized target, a worse teacher than the target itself"
@@ -130,7 +136,7 @@ STAGE = Stage(
     upstream,
     identity,
     run,
-    ("steps", "final_loss", "tokens_per_second as positions per second", "drift.kl"),
+    FIGURES,
     scratch=("checkpoints", "tensorboard", "wandb", TRACKING_FILE, "ray"),
     parts=(BACKBONE_DIRECTORY,),
 )

@@ -30,9 +30,11 @@ def test_the_check_names_the_engine_of_each_figure():
     )
 
 
-def test_training_prints_positions_per_second():
-    summary = {"steps": 1200, "tokens_per_second": 424.5, "drift": {"kl": 0.01}}
-    printed = "steps 1,200, positions per second 424.5, kl 0.01"
+def test_training_prints_rounded_figures():
+    """Floats have 4 significant digits, and from 1,000 on no decimals."""
+    summary = {"steps": 1200, "final_loss": 4.542551579, "tokens_per_second": 15905.7}
+    summary["drift"] = {"kl": 0.0007409862946}
+    printed = "steps 1,200, final loss 4.543, positions per second 15,906, kl 0.000741"
     assert STAGES["train"].one_line(summary) == printed
 
 
