@@ -156,9 +156,9 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
         context.run.event("stage-finished", stage=stage.name, seconds=seconds)
         line = f"{duration(seconds):<10} {stage.one_line(summary)}"
     is_check = stage is check.STAGE
-    has_failed = is_check and check_failures(directory.summary, context.config)
-    mark = "[red]✗" if has_failed else "[green]✓[/]"  # a failed check's whole line is red
-    print_stage(context.console, mark, stage.name, line)
+    failures = check_failures(directory.summary, context.config) if is_check else []
+    mark = "✗" if failures else "[green]✓[/]"
+    print_stage(context.console, mark, stage.name, line, "red" if failures else "")
     context.upstream[stage.name] = directory
     if is_check:
         publish_report(context)

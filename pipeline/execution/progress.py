@@ -264,8 +264,9 @@ class Meter:
             self._part = part
             self._bar.remove_task(self._task)  # a reset would keep the total where none is known
             self._task = self._add_task(now)
-        text = _joined(now.count, now.note, now.part)
-        self._bar.update(self._task, completed=now.done, text=text)
+        else:
+            text = _joined(now.count, now.note, now.part)
+            self._bar.update(self._task, completed=now.done, text=text)
         moment = time.monotonic()
         if not self.console.is_terminal and moment - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = moment
@@ -279,10 +280,10 @@ def _joined(*texts: str) -> str:
     return ", ".join(filter(None, texts))
 
 
-def print_stage(console: Console, mark: str, stage: str, text: str) -> None:
+def print_stage(console: Console, mark: str, stage: str, text: str, style: str = "") -> None:
     """Print a line about an executed stage, aligned with its progress bar.
 
-    The mark is in rich's markup; name and text are literal.
+    The mark is in rich's markup; name and text are literal. The style is that of the whole line.
     """
     line = escape(visible(f"{stage:<{STAGE_WIDTH}} {text}"))
-    console.print(f"{mark} {line}", highlight=False, soft_wrap=True)
+    console.print(f"{mark} {line}", style=style, highlight=False, soft_wrap=True)
