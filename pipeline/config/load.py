@@ -57,7 +57,7 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     Relative paths are relative to the file's directory; in an override, to the working directory.
 
     Args:
-        file: A YAML file, or the name of a bundled configuration, such as `zephyr-7b`.
+        file: A YAML file, or the name of a bundled one: `zephyr-7b` or `zephyr-7b.yaml`.
         overrides: Settings that replace those of the file, each as `section.key=value`.
 
     Raises:
@@ -65,8 +65,8 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
             wrong, or a setting holds a token or a password.
     """
     path = Path(file).expanduser()
-    if len(path.parts) == 1 and not path.is_file():
-        path = BUNDLED / f"{path}.yaml"
+    if len(path.parts) == 1 and not path.exists():
+        path = BUNDLED / f"{path.name.removesuffix('.yaml')}.yaml"
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -51,8 +51,12 @@ def test_paths_are_relative_to_the_file(file):
 def test_bundled_name_is_used_where_no_such_file_exists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_config("zephyr-7b") == load_config(ROOT / "configs" / "zephyr-7b.yaml")
+    assert load_config("qwen2.5-7b.yaml") == load_config(ROOT / "configs" / "qwen2.5-7b.yaml")
     (tmp_path / "zephyr-7b").write_text(MINIMAL)
     assert load_config("zephyr-7b").run.name == "trial"
+    (tmp_path / "vicuna-7b").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be read: .*Is a directory"):
+        load_config("vicuna-7b")
     for name in ("zephyr", "conf/vicuna-7b"):
         with pytest.raises(ConfigError, match=r"no such .* one of demo, .*zephyr-7b"):
             load_config(name)
