@@ -21,6 +21,7 @@ from pipeline.evaluation.batch_limits import (  # noqa: E402
     GPUS,
     sequences_in_memory,
 )
+from pipeline.evaluation.served_figures import NUM_IN_TURN  # noqa: E402
 from pipeline.execution.machine import GIB  # noqa: E402
 from pipeline.flow import STAGES  # noqa: E402
 from pipeline.run.estimate import FP32, memory_of_stages, on_planned_gpus  # noqa: E402
@@ -40,7 +41,9 @@ REQUESTS = 256  # that vLLM answers at once
 ENGINE_SHARE = 0.92  # of a GPU's memory, which vLLM takes
 COMPUTED = 0.40  # of the peak: features 0.55 and training 0.53 of 741 TFLOP/s, of 989.5
 READ = 0.49  # of the bandwidth: a plain step reads 14.5 GB in 8.9 ms, at 3,350 GB/s
-DECODED = 6  # passes over the check's prompts: four natively, two in vLLM
+NATIVE = 4  # methods: plain, the heads, and `check.baselines`
+SERVED = 3  # methods in vLLM: plain, the heads, and `check.engine_baselines`
+WARM_UPS = 2  # native passes over all prompts, so that every CUDA graph is captured
 SECONDS = 3600
 
 
@@ -129,9 +132,16 @@ class Costs:
         return self.computing(self.positions * self.recipe.epochs * operations)
 
     def checking(self) -> float:
-        """Return the seconds of the check, if every step of its passes keeps one token."""
+        """Return the seconds of the check, if every step of its passes keeps one token.
+
+        Natively the prompts are decoded one by one. A pass in vLLM decodes all of them at once, and
+        then up to `NUM_IN_TURN` one by one; after the other methods it is made once more, plainly.
+        """
         check = self.run.config.check
-        steps = int(check.prompts) * check.max_new_tokens * check.repeats * DECODED
+        prompts = int(check.prompts)
+        natively = NATIVE * (check.repeats + WARM_UPS) * prompts
+        served = (SERVED * check.repeats + 1) * (1 + min(prompts, NUM_IN_TURN))
+        steps = (natively + served) * check.max_new_tokens
         return steps * self.reading(self.sizes.weight_bytes())
 
     def table(self) -> str:
@@ -177,7 +187,9 @@ class Costs:
 
 
 def gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.{num_bytes < 9.95e9:d}f} GB"
+    if num_bytes < 9.95e9:
+        return f"{num_bytes / 1e9:.1f} GB"
+    return f"{num_bytes / 1e9:,.0f} GB"
 
 
 def hours(seconds: float) -> str:

@@ -90,3 +90,9 @@ def test_hours_on_an_h100_are_the_products_by_hand(tmp_path):
     assert costs.generating() == pytest.approx(
         20e6 / 256 * step + 2 * layers * 6e6 / rate, rel=1e-3
     )
+    natively = 4 * (2 + 3) * 32
+    served = (3 * 3 + 1) * (1 + 8)  # all prompts at once is one answer's steps
+    checking = (natively + served) * 64 * 16.06e9 / (0.49 * 3350e9)
+    assert costs.checking() == pytest.approx(checking, rel=1e-3)
+    check = costs.run.config.check
+    assert len(check.baselines) == 2 and len(check.engine_baselines) == 1
