@@ -1,6 +1,7 @@
 """Record `make demo` for the README's pictures: `python scripts/record_demo.py`.
 
-It runs the demo, and writes two files beside the pictures, without the path of this checkout:
+It runs the demo and, if this succeeds, writes two files beside the pictures, without the path of
+this checkout:
 
     demo.txt          what the demo prints: on each line the seconds since its start, and a line
     demo-report.json  its report.json
@@ -36,10 +37,12 @@ def main() -> int:
             print(line, end="")
             seconds = time.monotonic() - started
             lines.append(f"{seconds:.1f} {without_root(line)}")
+    if demo.returncode:
+        return demo.returncode
     report = (ROOT / "runs" / "demo" / "report.json").read_text(encoding="utf-8")
     (IMAGES / "demo.txt").write_text("".join(lines), encoding="utf-8")
     (IMAGES / "demo-report.json").write_text(without_root(report), encoding="utf-8")
-    return demo.returncode
+    return 0
 
 
 def without_root(text: str) -> str:

@@ -233,7 +233,7 @@ def _worker_lines(run: ResolvedRun, unfinished: Sequence[str]) -> Iterator[str]:
         except EnvironmentFault as error:
             reason = error.what
             if wanted.gpus_per_worker and not run.machine.gpus:
-                reason = "no GPU on this machine: needs a cluster."
+                reason = "this machine has no GPU, so it needs a cluster."
             if section in used:
                 yield f"! {section}: {reason} `run` will refuse this here."
             continue

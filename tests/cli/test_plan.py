@@ -168,7 +168,7 @@ def test_plan_says_that_run_refuses_without_a_gpu(command, config_file, copied_r
     words = ("placement.train.gpus_per_worker=1", "train.lr=0.5")
     ended = command("plan", config_file, *words)
     assert ended.code == 0
-    assert "! train: no GPU on this machine: needs a cluster. `run` will refuse" in ended.out
+    assert "! train: this machine has no GPU, so it needs a cluster. `run` will refuse" in ended.out
     assert "refuse" not in command("plan", config_file, words[0]).out
     assert command("run", config_file, *words, "--executor", "inline").code == 4
 
