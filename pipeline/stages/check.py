@@ -187,7 +187,7 @@ class CheckEngines:
         figures = with_expectations(result.vllm, chain, held_out)
         if "load" in request.settings.studies:
             load, failed = self.call(load_study, "vllm", request=request)
-            figures = with_choices(figures, load, request.target.model)
+            figures = with_choices(figures, load)
             figures = replace(figures, studies=Studies(load=load), failed_loads=failed or None)
             gpus = (result.hardware or {}).get("gpus")
             if gpus:
