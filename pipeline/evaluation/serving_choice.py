@@ -25,8 +25,8 @@ from pipeline.artifacts.check_result import (
     VllmFigures,
 )
 from pipeline.formatting import times
+from pipeline.report.facts import DISTURBED
 
-DISTURBED = 1.1  # times the acceleration rate
 LEAST_MARGIN = 0.005  # a smaller one is none
 
 
@@ -134,11 +134,11 @@ def serving_advice(
 
 
 def _named(loads: Sequence[int]) -> str:
-    """Name loads: `1 at a time`, `1 and 32 at a time`, `4 to 64 at a time`."""
-    numbers = [f"{load:,}" for load in loads]
-    if len(numbers) > 2:
-        return f"{numbers[0]} to {numbers[-1]} at a time"
-    return f"{' and '.join(numbers)} at a time"
+    """Name loads: `1 at a time`, `1 and 32 at a time`, `4, 8 and 16 at a time`."""
+    *others, last = [f"{load:,}" for load in loads]
+    if others:
+        last = f"{', '.join(others)} and {last}"
+    return f"{last} at a time"
 
 
 def _verdict(method: str, choices: Sequence[ServingChoice]) -> str:

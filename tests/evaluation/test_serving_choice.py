@@ -143,7 +143,7 @@ def test_each_load_has_its_verdict_and_command():
 
 
 @pytest.mark.parametrize(
-    ("loads", "named"), [((1, 32), "1 and 32 at a time"), ((1, 2, 4), "1 to 4 at a time")]
+    ("loads", "named"), [((1, 32), "1 and 32 at a time"), ((1, 2, 4), "1, 2 and 4 at a time")]
 )
 def test_loads_with_the_same_answer_are_one_sentence(loads, named):
     second, third = ("suffix", 0.1), ("heads", 0.3)
