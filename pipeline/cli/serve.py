@@ -7,31 +7,37 @@ import shlex
 import socket
 import tempfile
 import time
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from pipeline.cli.arguments import Gpus
+from pipeline.config.load import RUN_FILE, load_config, target_settings
 from pipeline.config.running import PlainData
 from pipeline.errors import ConfigError, EnvironmentFault
 
 WHERE = "vLLM's server"
+# Not `quantization` and `max_tokens`: they are chosen for training.
+SERVED_SETTINGS = {"revision", "dtype", "trust_remote_code", "chat_template", "template_arguments"}
 
 
 def serve(
+    context: Context,
     source: Annotated[Path, Argument(help="A run's directory, or an export.")],
     words: Annotated[
         list[str] | None,
         Argument(
-            metavar="[target.KEY=VALUE]... [-- VLLM_ARGS]...",
+            metavar="[SETTINGS]... [-- VLLM_ARGS]...",
             help=(
-                "Settings of the target, such as target.chat_template=chat.jinja; after --, further"
-                " arguments of vLLM's server. Default: the target's settings of the run."
+                "Settings of the target, such as target.dtype=bfloat16; by default those of the"
+                " run. After --, further arguments of vLLM's server."
             ),
         ),
     ] = None,
+    plain: Annotated[bool, Option("--plain", help="Serve the target without the heads.")] = False,
     base_model: Annotated[
         str | None,
         Option(
@@ -51,12 +57,18 @@ def serve(
     Example: medusa-distill serve runs/demo-recurrent
     Example: medusa-distill serve EXPORT --port 8001 -- --max-num-seqs 8 --api-key SECRET
     """
-    from pipeline.targets.vllm_server import SERVER, Address, running_server, server_flags
-
     words = words or []
-    settings = [word for word in words if word.startswith("target.")]
-    vllm_args = [word for word in words if word not in settings]
-    arguments = _server_arguments(source, base_model, settings, gpus)
+    settings = list(takewhile(lambda word: not word.startswith("-"), words))
+    vllm_args = words[len(settings) :]
+    given = target_settings(settings, context.params)
+    from pipeline.targets.vllm_server import (  # a wrong setting does not wait
+        SERVER,
+        Address,
+        running_server,
+        server_flags,
+    )
+
+    arguments = server_arguments(source, base_model, given, gpus=gpus, plain=plain)
     _require_free_port(host, port)
     flags = [*server_flags(arguments), *vllm_args]
     address = Address(host, port)
@@ -82,66 +94,76 @@ def serve(
     raise EnvironmentFault(f"vLLM's server ended with status {code}.", WHERE, fix)
 
 
-def _server_arguments(
-    source: Path, base_model: str | None, words: list[str], gpus: int | None
+def server_arguments(
+    source: Path,
+    base_model: str | None,
+    given: PlainData,
+    *,
+    gpus: int | None = None,
+    plain: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's server for an export.
 
     Args:
         source: A run's directory, or an export.
         base_model: The target; None for the target named in the export.
-        words: Settings of the target, which override those of the run.
+        given: Settings of the target, which override those of the run.
         gpus: The number of GPUs; None for one if there is one, else 0.
+        plain: Whether to serve the target without the heads.
 
     Raises:
-        ConfigError: A setting is wrong, or vLLM cannot serve these heads.
+        ConfigError: vLLM cannot serve these heads, or not the target with these settings.
         DataError: The source is not an export.
     """
     import torch  # --help does not wait for it
 
     from pipeline.config import TargetConfig
-    from pipeline.config.load import target_settings
     from pipeline.export.layout import BACKBONE_DIRECTORY, read_layout, target_of
     from pipeline.targets.spec import model_config, resolve
     from pipeline.targets.vllm_engine import serving_arguments
 
-    export, run = source, source.parent.parent  # RUN_DIR/latest/export, or a copy of it
-    if (source / "latest" / "export").is_dir():
-        export, run = source / "latest" / "export", source
+    run = _run_of(source)
+    export = source if run is None else run / "latest" / "export"
     layout = read_layout(export)
     target = base_model or target_of(export)
     gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
-    settings = {**_settings_of_run(run, target), **target_settings(words)}
+    settings = given if run is None else {**_settings_of_run(run, target), **given}
     config = TargetConfig(model=target, **settings)
     spec = resolve(config, on_gpu=gpus > 0)
     refusal = layout.kind.vllm_refusal(layout.shape, model_config(spec).to_dict())
-    if refusal:
+    if refusal and not plain:
         raise ConfigError(
             refusal, str(export), "Use `medusa-distill chat`, which decodes natively."
         )
-    arguments = serving_arguments(spec, layout.engine_args(export, target), gpus)
+    drafting = {} if plain else layout.engine_args(export, target)
+    arguments = serving_arguments(spec, drafting, gpus)
     arguments["chat_template"] = config.chat_template
     arguments["default_chat_template_kwargs"] = config.template_arguments or None
     arguments["trust_remote_code"] = config.trust_remote_code or None
-    if Path(target).name == BACKBONE_DIRECTORY:
-        arguments["served_model_name"] = source.resolve().name
+    if target == str(export / BACKBONE_DIRECTORY):
+        arguments["served_model_name"] = (run or export).resolve().name
     return arguments
 
 
+def _run_of(source: Path) -> Path | None:
+    """Return the run of a run's directory or of its `latest/export`; None for other exports."""
+    above = source.absolute().parent.parent
+    for run, export in ((source, source / "latest" / "export"), (above, source)):
+        latest = run / "latest" / "export"
+        if latest.is_dir() and export.is_dir() and latest.samefile(export):
+            return run
+    return None
+
+
 def _settings_of_run(run: Path, target: str) -> PlainData:
-    """Return the settings of the target in a run; none if the directory is no run's.
+    """Return those settings of a run's target that also hold for serving it.
 
     If another model is served than the run's target, its `revision` is left out.
     """
-    from pipeline.config.load import RUN_FILE, load_config
-
-    file = run / RUN_FILE
-    if not file.is_file():
-        return {}
-    config = load_config(file).target
-    settings = config.model_dump(exclude_unset=True, exclude={"model"})
+    config = load_config(run / RUN_FILE).target
+    settings = config.model_dump(include=SERVED_SETTINGS)
     if target != config.model:
-        settings.pop("revision", None)
+        del settings["revision"]
     return settings
 
 

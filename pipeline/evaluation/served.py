@@ -115,7 +115,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
         tie_tolerance=tie_tolerance(request.target, settings),
         dtype=request.target.dtype,
     )
-    figures = with_choices(figures, loads, request.target.model)
+    figures = with_choices(figures, loads)
     figures = with_new_answers(figures, request, answers, accepted)
     return CheckResult(vllm=figures, differing=comparison.differing)
 

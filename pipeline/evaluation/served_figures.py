@@ -68,10 +68,13 @@ def served_categories(
     """Compute a method's rate and speed for each category of prompts, decoded one after another.
 
     The rate and its standard error are those of all prompts of the category; they are None if every
-    answer ended with its first token.
+    answer ended with its first token. With fewer than two categories there is nothing to compare.
     """
-    categories = []
-    for category, rows in members_of_categories(prompts).items():
+    members = members_of_categories(prompts)
+    categories: list[Category] = []
+    if len(members) < 2:
+        return categories
+    for category, rows in members.items():
         measured = check_rate([prompts[row] for row in rows], [texts.accepted[row] for row in rows])
         speed = statistics.median(texts.in_turn(rows))
         baseline = statistics.median(plain.in_turn(rows))

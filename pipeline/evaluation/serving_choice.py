@@ -25,9 +25,8 @@ from pipeline.artifacts.check_result import (
     VllmFigures,
 )
 from pipeline.formatting import times
-from pipeline.targets.vllm_server import SERVER
+from pipeline.report.facts import DISTURBED
 
-DISTURBED = 1.1  # times the acceleration rate
 LEAST_MARGIN = 0.005  # a smaller one is none
 
 
@@ -117,7 +116,7 @@ def _is_beyond(faster: Speed, slower: Speed) -> bool | None:
 
 
 def serving_advice(
-    choices: Sequence[ServingChoice], methods: Sequence[ServedMethod], target: str
+    choices: Sequence[ServingChoice], methods: Sequence[ServedMethod]
 ) -> list[ServingAdvice]:
     """Say in a sentence what to serve, and the command for it, for each range of loads.
 
@@ -129,17 +128,17 @@ def serving_advice(
         of_method = list(group)
         loads = _named([choice.requests for choice in of_method])
         text = f"{loads}: {_verdict(method, of_method)}."
-        command = _command(method, configs.get(method), target)
+        command = _command(method, configs.get(method))
         advice.append(ServingAdvice(loads=loads, text=text, command=command))
     return advice
 
 
 def _named(loads: Sequence[int]) -> str:
-    """Name loads: `1 at a time`, `1 and 32 at a time`, `4 to 64 at a time`."""
-    numbers = [f"{load:,}" for load in loads]
-    if len(numbers) > 2:
-        return f"{numbers[0]} to {numbers[-1]} at a time"
-    return f"{' and '.join(numbers)} at a time"
+    """Name loads: `1 at a time`, `1 and 32 at a time`, `4, 8 and 16 at a time`."""
+    *others, last = [f"{load:,}" for load in loads]
+    if others:
+        last = f"{', '.join(others)} and {last}"
+    return f"{last} at a time"
 
 
 def _verdict(method: str, choices: Sequence[ServingChoice]) -> str:
@@ -184,26 +183,25 @@ def _lead(choices: Sequence[ServingChoice]) -> str:
     return lead
 
 
-def _command(method: str, config: Mapping[str, Any] | None, target: str) -> str:
+def _command(method: str, config: Mapping[str, Any] | None) -> str:
     """Return the command that serves a method, given its speculative configuration."""
+    serve = "medusa-distill serve RUN_DIR"
     if method == HEADS:
-        return "medusa-distill serve RUN_DIR"
-    words = ["python", "-m", SERVER, "--model", target]
-    if config is not None:
-        if method.startswith(HEADS):
-            number = config["num_speculative_tokens"]
-            chosen = f"medusa-distill run RUN_DIR/run.yaml calibrate.draft_tokens={number}"
-            return f"{chosen} && medusa-distill serve RUN_DIR"
-        words += ["--speculative-config", json.dumps(config)]
-    return shlex.join(words)
+        return serve
+    if method == PLAIN or config is None:
+        return f"{serve} --plain"
+    if method.startswith(HEADS):
+        number = config["num_speculative_tokens"]
+        return f"medusa-distill run RUN_DIR/run.yaml calibrate.draft_tokens={number} && {serve}"
+    return f"{serve} --plain -- --speculative-config {shlex.quote(json.dumps(config))}"
 
 
-def with_choices(figures: VllmFigures, rows: Sequence[LoadRow], target: str) -> VllmFigures:
+def with_choices(figures: VllmFigures, rows: Sequence[LoadRow]) -> VllmFigures:
     """Add to vLLM's figures what to serve at the loads of `rows`, and say it in words."""
     methods = figures.methods or []
     disturbed = disturbed_loads(rows, methods)
     choices = serving_choices([row for row in rows if row.requests not in disturbed])
-    advice = serving_advice(choices, methods, target)
+    advice = serving_advice(choices, methods)
     if disturbed:
         loads = _named(disturbed)
         text = (

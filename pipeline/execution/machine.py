@@ -69,7 +69,10 @@ def unusable_driver() -> str | None:
 
 
 def hardware() -> dict[str, object]:
-    """Describe this machine: CPU name, usable cores, physical memory in GB and GPU names."""
+    """Describe this machine: CPU name, usable cores, physical memory in GB and GPU names.
+
+    With GPUs, the memory of the smallest in GB is added.
+    """
     import torch
 
     gpus = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
@@ -77,12 +80,16 @@ def hardware() -> dict[str, object]:
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             cpu = line.partition(":")[2].strip()
-    return {
+    found: dict[str, object] = {
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(physical_memory() / 1e9),
         "gpus": gpus,
     }
+    memory = gpu_memory()
+    if memory is not None:
+        found["gpu_memory_gb"] = round(memory / 1e9)
+    return found
 
 
 def versions() -> dict[str, str]:

@@ -223,8 +223,9 @@ def tables_by_category(report: Report) -> dict[str, Table]:
         speeds.add(name, *[rate(row.tokens_per_second) for row in rows])
     for tree in report.studies.trees or []:
         if tree.categories:
-            rates.columns[1:] = tree.categories
-            rates.add(f"tree: {tree.tree}", *map(ratio, tree.categories.values()))
+            rates.columns[1:] = rates.columns[1:] or tree.categories
+            of_tree = [ratio(tree.categories.get(name)) for name in rates.columns[1:]]
+            rates.add(f"tree: {tree.tree}", *of_tree)
     return {"rates_by_category": rates, "speeds_by_category": speeds}
 
 
@@ -323,7 +324,7 @@ def _load_study(report: Report) -> Table:
         table.note += (
             " By arithmetic, a step of this target on this GPU is bound by memory up to"
             f" {count(limits.memory_bound_tokens)} tokens; loads at which it verifies more, one"
-            " token and the drafts of each request, are marked *. The GPU memory"
+            " token and the drafts of each request, are marked *. The memory of its GPUs"
             f" holds {count(limits.sequences)} sequences of {count(limits.sequence_tokens)} tokens."
         )
     for row in rows:

@@ -8,11 +8,13 @@ style sheet are inserted as markup.
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
 from rich.console import Console
+from rich.text import Text
 
 from pipeline.artifacts.json_form import to_json
 from pipeline.formatting import ratio, times
@@ -47,7 +49,7 @@ from pipeline.report.tables import (
     tree_table,
 )
 from pipeline.report.text_table import Table, escaped, markdown_section, print_tables, print_text
-from pipeline.report.what_to_serve import what_to_serve_table
+from pipeline.report.what_to_serve import commands, what_to_serve_table
 
 TEMPLATES = Path(__file__).parent
 PAGES = jinja2.Environment(
@@ -162,8 +164,9 @@ def print_report(report: Report, console: Console, directory: Path) -> None:
     if report.vllm:
         for advice in report.vllm.advice or []:
             print_text(advice.text, console, "")
-    for command in what_to_serve_table(report).commands:
-        print_text(f"  {command}", console, "dim")
+        for command in commands(report.vllm.advice or []):
+            whole = Text(f"  {command.replace('RUN_DIR', shlex.quote(str(directory)))}", "dim")
+            console.print(whole, soft_wrap=True, highlight=False)
     tables = [headline_table(report), stages_table(report)]
     quarantine = quarantine_table(report)
     if quarantine.rows:

@@ -28,7 +28,7 @@ def what_to_serve_table(report: Report) -> Table:
     choices = {choice.requests: choice for choice in vllm.choices or []}
     advice = vllm.advice or []
     table.note = " ".join([*(each.text for each in advice), *_remarks(report, vllm)])
-    table.commands = _commands(advice)
+    table.commands = commands(advice)
     plain = [PLAIN, ratio(1.0), UNKNOWN]
     margins = ["best over the next", "", ""]
     cells: dict[str, list[str]] = {PLAIN: plain}
@@ -77,7 +77,7 @@ def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
     return remarks
 
 
-def _commands(advice: Sequence[ServingAdvice]) -> list[str]:
+def commands(advice: Sequence[ServingAdvice]) -> list[str]:
     """Return each command once, with the loads that it is for as a comment."""
     loads: dict[str, list[str]] = {}
     for each in advice:

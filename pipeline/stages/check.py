@@ -63,9 +63,9 @@ from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
 from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage, reads
-from pipeline.run.estimate import CACHED_TOKENS, planned_gpu_memory, target_sizes
+from pipeline.run.estimate import CACHED_TOKENS, target_sizes
 from pipeline.run.resolved import ENGINE_SECTIONS
-from pipeline.storage.atomic import read_json, write_json
+from pipeline.storage.atomic import JsonObject, read_json, write_json
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
@@ -79,7 +79,7 @@ from pipeline.targets.spec import (
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 22
+VERSION = 23
 FIGURES = {
     "native.acceleration_rate": "native acceleration rate",
     "native.speedup": "native speedup",
@@ -187,30 +187,29 @@ class CheckEngines:
         figures = with_expectations(result.vllm, chain, held_out)
         if "load" in request.settings.studies:
             load, failed = self.call(load_study, "vllm", request=request)
-            figures = with_choices(figures, load, request.target.model)
+            figures = with_choices(figures, load)
             figures = replace(figures, studies=Studies(load=load), failed_loads=failed or None)
-            gpus = (result.hardware or {}).get("gpus")
-            if gpus:
-                figures = replace(figures, batch_limits=self.batch_limits(gpus[0]))
+            limits = self.batch_limits(result.hardware or {})
+            figures = replace(figures, batch_limits=limits)
         return figures
 
-    def batch_limits(self, gpu: str) -> BatchLimits | None:
-        """Return the limits of a batch on the GPU that decoded, by its name.
+    def batch_limits(self, hardware: JsonObject) -> BatchLimits | None:
+        """Return the limits of a batch on the GPUs that decoded.
 
-        The result is None if the GPU's figures, its memory or the target's size are unknown.
+        The result is None on a CPU, and if the GPU's figures or the target's size are unknown.
         """
         run = self.context.resolved
         target = target_sizes(run)
-        memory = planned_gpu_memory(run)
-        if target is None or memory is None:
+        num_gpus = run.gpus_of("generate")
+        if not num_gpus or not hardware.get("gpus") or target is None:
             return None
-        figures = gpu_figures(run.config.placement, gpu, target)
+        figures = gpu_figures(run.config.placement, hardware["gpus"][0], target)
         if figures is None:
             return None
         return batch_limits(
             figures,
             target,
-            memory=memory * run.gpus_of("generate"),
+            memory=num_gpus * 1e9 * hardware["gpu_memory_gb"],
             cached_bytes=cached_numbers(run.target_config) * target.itemsize,
             sequence_tokens=min(CACHED_TOKENS, run.context),
         )

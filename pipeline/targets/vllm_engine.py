@@ -252,13 +252,8 @@ def engine_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> di
         ConfigError: The target's context length is unknown. Or the target is to be quantized by
             bitsandbytes, which vLLM does not have, and `engine_args` has no other `quantization`.
     """
-    if spec.quantization and "quantization" not in engine_args:
-        raise ConfigError(
-            f"vLLM cannot load a target in {spec.quantization}.",
-            "target.quantization",
-            "Use engine: transformers, name a checkpoint that is quantized already (AWQ, GPTQ,"
-            " fp8), or unset it.",
-        )
+    if "quantization" not in engine_args:
+        _require_no_quantization(spec)
     spec = spec_for_vllm(spec, on_gpu=gpus > 0)
     context = context_length(spec)
     arguments = {
@@ -286,8 +281,10 @@ def serving_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> d
     its length do not fit.
 
     Raises:
-        ConfigError: On a CPU, the target's context length is unknown.
+        ConfigError: On a CPU, the target's context length is unknown. Or the target is to be
+            quantized by bitsandbytes, which vLLM does not have.
     """
+    _require_no_quantization(spec)
     spec = spec_for_vllm(spec, on_gpu=gpus > 0)
     arguments: dict[str, Any] = {
         "model": spec.model,
@@ -297,10 +294,23 @@ def serving_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> d
     }
     if gpus > 1:
         arguments["tensor_parallel_size"] = gpus
+    if spec.max_tokens:
+        arguments["max_model_len"] = context_length(spec)
     if not gpus:
         room = CPU_KV_CACHE_BYTES // (2 * _cached_bytes(spec))
         arguments.update(_cpu_arguments(spec, min(room, context_length(spec))))
     return {**arguments, **engine_args}
+
+
+def _require_no_quantization(spec: TargetSpec) -> None:
+    """Raise ConfigError if the target is to be quantized by bitsandbytes."""
+    if spec.quantization:
+        raise ConfigError(
+            f"vLLM cannot load a target in {spec.quantization}.",
+            "target.quantization",
+            "Use engine: transformers, name a checkpoint that is quantized already (AWQ, GPTQ,"
+            " fp8), or unset it.",
+        )
 
 
 def _cpu_arguments(spec: TargetSpec, context: int) -> dict[str, Any]:

@@ -76,6 +76,7 @@ def test_a_wrong_key_is_refused_before_torch_is_imported(config_file):
         ["plan", str(config_file), "train.lrr=1"],
         ["check", "heads", "--target", "model", "check.repeats=2"],
         ["chat", "heads", "target.typed=1"],
+        ["serve", "heads", "target.typed=1"],
     ]
     assert heavy_imports(*words) == "2 []\n" * len(words)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.cli.serve import _server_arguments
+from pipeline.cli.serve import server_arguments
 from pipeline.targets.own_process import environment
 from pipeline.targets.vllm_server import LOOPBACK, free_port
 from tests.forks import has_ended
@@ -95,21 +95,43 @@ def test_an_argument_that_vllm_does_not_know_is_refused(command, finished_run):
     assert ended.code == 4 and "--no-such-thing" in ended.err
 
 
-def test_the_target_has_the_settings_of_its_run(copied_run, tmp_path):
+def test_the_target_has_the_settings_of_its_run(copied_run, tmp_path, monkeypatch):
     file = copied_run.path / "run.yaml"
     settings = yaml.safe_load(file.read_text())
     template = str(tmp_path / "chat.jinja")
     Path(template).write_text("{{ messages }}")
-    settings["target"] |= {"chat_template": template, "dtype": "bfloat16"}
+    own = {"chat_template": template, "dtype": "bfloat16", "quantization": "4bit", "max_tokens": 9}
+    settings["target"] |= own
     file.write_text(yaml.safe_dump(settings))
-    served = _server_arguments(copied_run.path, None, ["target.dtype=float32"], 0)
+    served = server_arguments(copied_run.path, None, {"dtype": "float32"}, gpus=0)
     assert served["chat_template"] == "{{ messages }}" and served["dtype"] == "float32"
+    assert served["max_model_len"] > 9, "for training"
     assert served["served_model_name"] == Path(settings["target"]["model"]).name
-    by_link = _server_arguments(copied_run.path / "latest" / "export", None, [], 0)
-    assert by_link["chat_template"] == "{{ messages }}" and by_link["dtype"] == "bfloat16"
-    elsewhere = tmp_path / "copy"
+    monkeypatch.chdir(copied_run.path / "latest")
+    assert server_arguments(Path("export"), None, {}, gpus=0)["dtype"] == "bfloat16"
+    elsewhere = copied_run.path / "heads" / "copy"  # below a run, and not its latest export
     shutil.copytree(copied_run.latest("export").path, elsewhere)
-    assert _server_arguments(elsewhere, None, [], 0)["chat_template"] is None
+    assert server_arguments(elsewhere, None, {}, gpus=0)["chat_template"] is None
+
+
+def test_plain_serving_takes_the_target_alone(finished_run):
+    with_heads = server_arguments(finished_run.path, None, {}, gpus=0)
+    plain = server_arguments(finished_run.path, None, {}, gpus=0, plain=True)
+    settings = yaml.safe_load((finished_run.path / "run.yaml").read_text())
+    assert plain["model"] == settings["target"]["model"] != with_heads["model"]
+    assert "speculative_config" not in plain
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["check.repeats=2"], 2, "'check.repeats=2' is not read by this command"),
+        (["target.quantization=4bit"], 2, "vLLM cannot load a target in 4bit"),
+    ],
+)
+def test_a_setting_that_cannot_be_served_is_refused(command, finished_run, words, code, says):
+    ended = command("serve", finished_run.path, *words)
+    assert ended.code == code and says in ended.err
 
 
 def test_a_tuned_target_is_named_after_its_heads(finished_run, tmp_path):
@@ -117,4 +139,4 @@ def test_a_tuned_target_is_named_after_its_heads(finished_run, tmp_path):
     shutil.copytree(finished_run.latest("export").path, heads)
     target = Path(json.loads((heads / "config.json").read_text())["base_model_name_or_path"])
     shutil.copytree(target, heads / "backbone")
-    assert _server_arguments(heads, None, [], 0)["served_model_name"] == "my-heads"
+    assert server_arguments(heads, None, {}, gpus=0)["served_model_name"] == "my-heads"

@@ -43,6 +43,13 @@ def test_speeds_are_medians_of_the_repeats_beside_plain_ones():
     assert at_once.baseline_tokens_per_second == 1.5 and at_once.acceleration_rate == 2.0
 
 
+def test_a_single_category_has_no_row_of_its_own():
+    """Its prompts need not be among those that are decoded alone."""
+    prompts = [Prompt("a", [1]), Prompt("b", [2], "maths")]
+    texts = VLLMTexts([[1, 2], [3, 4]], [[1], [1]], [1.0], [{0: 1.0}])
+    assert served_method("ngram", CONFIG, prompts, texts, texts, MATCH).categories == []
+
+
 def test_one_prompt_has_one_load():
     texts = VLLMTexts([[1, 2]], [[1]], [1.0], [{0: 1.0}])
     method = served_method("ngram", CONFIG, [Prompt("a", [1])], texts, texts, MATCH)

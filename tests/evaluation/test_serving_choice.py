@@ -92,11 +92,11 @@ def test_a_disturbed_load_has_no_choice():
     for requests, of_ngram in ((1, 1.25), (32, 2.0)):
         rows.append(row("heads", requests, 150, 100, speedup=1.5))
         rows.append(row("ngram", requests, 100 * of_ngram, 100, speedup=of_ngram))
-    found = with_choices(figures, rows, "my/model")
+    found = with_choices(figures, rows)
     assert [choice.requests for choice in found.choices] == [1] and found.disturbed_loads == [32]
     assert found.advice[0].text.startswith("1 at a time: serve heads")
     assert found.advice[1].text.startswith("32 at a time: not known. Other work on the machine")
-    assert with_choices(figures, rows[:2], "my/model").disturbed_loads is None
+    assert with_choices(figures, rows[:2]).disturbed_loads is None
 
 
 # --- in words
@@ -122,7 +122,7 @@ def advice_of(*choices: ServingChoice) -> list[tuple[str, str]]:
         ),
         ServedMethod(name="ngram", speculative_config={"method": "ngram"}),
     ]
-    return [(each.text, each.command) for each in serving_advice(choices, methods, "my/model")]
+    return [(each.text, each.command) for each in serving_advice(choices, methods)]
 
 
 def test_each_load_has_its_verdict_and_command():
@@ -137,13 +137,13 @@ def test_each_load_has_its_verdict_and_command():
         (
             "32 at a time: serve none, since no method is faster than plain vLLM beyond the scatter"
             " of the repeats.",
-            "python -m vllm.entrypoints.openai.api_server --model my/model",
+            "medusa-distill serve RUN_DIR --plain",
         ),
     ]
 
 
 @pytest.mark.parametrize(
-    ("loads", "named"), [((1, 32), "1 and 32 at a time"), ((1, 2, 4), "1 to 4 at a time")]
+    ("loads", "named"), [((1, 32), "1 and 32 at a time"), ((1, 2, 4), "1, 2 and 4 at a time")]
 )
 def test_loads_with_the_same_answer_are_one_sentence(loads, named):
     second, third = ("suffix", 0.1), ("heads", 0.3)
@@ -154,7 +154,8 @@ def test_loads_with_the_same_answer_are_one_sentence(loads, named):
         f"{named}: serve ngram, 1.10x to 4.40x plain vLLM and at least 10% faster than suffix (one"
         " repeat: its scatter is unknown)."
     )
-    assert command.endswith('--speculative-config \'{"method": "ngram"}\'')
+    serve = "medusa-distill serve RUN_DIR --plain -- --speculative-config"
+    assert command == serve + ' \'{"method": "ngram"}\''
 
 
 def test_a_certain_load_has_a_sentence_of_its_own():

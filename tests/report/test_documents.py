@@ -139,7 +139,7 @@ def test_loads_bound_by_computation_are_marked(report, extras):
     text = texts(report, extras)["report.md"]
     assert [row[1] for row in cells_of(text)["Study: load"][1:]] == ["50", "51 *", "50", "51"]
     assert "bound by memory up to 300 tokens" in text
-    assert "GPU memory holds 17 sequences of 4,096 tokens" in text
+    assert "memory of its GPUs holds 17 sequences of 4,096 tokens" in text
 
 
 def test_markdown_shows_hostile_names_as_text(report):

@@ -221,16 +221,21 @@ def test_a_served_copy_has_the_dtype_of_its_workers(
 
 
 def test_a_bound_is_that_of_the_gpu_that_decoded(make_config, tmp_path):
-    """121 x 2 / (2 x 0.3) = 403 tokens on an L4, in bfloat16."""
+    """121 x 2 / (2 x 0.3) = 403 tokens on an L4, in bfloat16. The driver may have no GPU."""
 
-    def bound(dtype: str, gpu: str, **changes: object) -> int | None:
-        changes = {"placement__gpu_memory_gb": 24, **changes}
+    def bound(dtype: str, gpu: str, gpus: int = 1, **changes: object) -> tuple[int, int] | None:
+        changes = {"placement__generate": {"gpus_per_worker": gpus}, **changes}
         context = context_of(make_config(tmp_path, target__dtype=dtype, **changes))
-        limits = CheckEngines(context, None, None, None).batch_limits(gpu)
-        return limits and limits.memory_bound_tokens
+        hardware = {"gpus": [gpu] if gpu else [], "gpu_memory_gb": 24}
+        limits = CheckEngines(context, None, None, None).batch_limits(hardware)
+        return limits and (limits.memory_bound_tokens, limits.sequences)
 
-    assert bound("bfloat16", "NVIDIA L4") == 403
+    tokens, sequences = bound("bfloat16", "NVIDIA L4")
+    assert tokens == 403
+    assert bound("bfloat16", "NVIDIA L4", 2)[1] > 1.99 * sequences > 0
     assert bound("float32", "NVIDIA L4") is None
     assert bound("bfloat16", "another") is None
     given = {"placement__gpu_tflops": 60, "placement__gpu_bandwidth_gbs": 300}
-    assert bound("bfloat16", "another", **given) == 200
+    assert bound("bfloat16", "another", **given)[0] == 200
+    assert bound("bfloat16", "NVIDIA L4", 0) is None, "decoded on the CPU"
+    assert bound("bfloat16", "", **given) is None, "no GPU"
