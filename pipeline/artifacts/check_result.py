@@ -165,8 +165,8 @@ class ServingChoice:
     Attributes:
         speedup: Its tokens per second over those of plain decoding.
         second: The second fastest method.
-        margin: The share by which it is faster than the second, which is at most 0 if `plain` is
-            chosen over a method that is not certainly faster; None if the second has no request
+        margin: The share by which it is faster than the second, which is below 0 if the
+            second is not certainly faster than plain decoding; None if the second has no request
             within `check.slo`.
         is_beyond_scatter: Whether all of its repeats are faster than those of the second; None
             with one repeat.

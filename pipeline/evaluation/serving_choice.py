@@ -53,8 +53,9 @@ def disturbed_loads(rows: Sequence[LoadRow], methods: Sequence[ServedMethod]) ->
 def serving_choices(rows: Sequence[LoadRow]) -> list[ServingChoice]:
     """Return the fastest method at each load at which any has a request within `check.slo`.
 
-    Where it is not faster than plain decoding beyond the scatter of the repeats, the choice is
-    plain decoding. `rows` are those of all methods at all loads that are not disturbed.
+    Only methods that are faster than plain decoding beyond the scatter of the repeats are chosen,
+    as far as that is known; without one, the choice is plain decoding. `rows` are those of all
+    methods at all loads that are not disturbed.
     """
     by_load: dict[int, list[LoadRow]] = {}
     for row in rows:
@@ -89,9 +90,13 @@ def _speed(
 
 def _choice(requests: int, plain: Speed, speeds: Sequence[Speed]) -> ServingChoice:
     """Return the choice of one load, given plain decoding's speed and all speeds."""
-    best, second = sorted(speeds, key=lambda speed: -speed.useful)[:2]
-    if best is not plain and _is_beyond(best, plain) is False:
-        best, second = plain, best
+    ranked = sorted(speeds, key=lambda speed: -speed.useful)
+    candidates = []  # faster than plain decoding, as far as is known
+    for speed in ranked[: ranked.index(plain)]:
+        if _is_beyond(speed, plain) is not False:
+            candidates.append(speed)
+    best, *_ = [*candidates, plain]
+    second, *_ = [speed for speed in ranked if speed is not best]
     margin = None
     if second.useful:
         margin = round(best.useful / second.useful - 1, 4)

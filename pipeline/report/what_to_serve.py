@@ -89,7 +89,7 @@ def _margin(choice: ServingChoice | None) -> str:
     """Format by how much the fastest method at a load is faster than the second."""
     if choice is None or choice.margin is None:
         return UNKNOWN
-    if choice.method == PLAIN and choice.is_beyond_scatter is False:
+    if choice.is_beyond_scatter is False:
         return f"tie with {choice.second}"
     return f"{percent(choice.margin)} over {choice.second}"
 

@@ -58,6 +58,15 @@ def test_a_method_is_chosen_where_it_is_certainly_faster(spread, chosen):
     assert found.speedup == (pytest.approx(120 / 95, abs=1e-4) if chosen[0] == "heads" else 1)
 
 
+def test_a_certain_method_is_chosen_before_a_faster_one():
+    plain = {"baseline_range": [90, 100]}
+    wide = row("heads", 8, 120, 95, range=[95, 140], **plain)
+    narrow = row("ngram", 8, 110, 95, range=[108, 112], **plain)
+    (found,) = serving_choices([wide, narrow])
+    assert (found.method, found.second, found.is_beyond_scatter) == ("ngram", "heads", False)
+    assert found.margin == pytest.approx(110 / 120 - 1, abs=1e-4)
+
+
 def test_a_lead_over_plain_decoding_is_stated_once():
     ((sentence, _),) = advice_of(choice(1, "heads", 1.34, "plain", 0.34, True))
     assert (
