@@ -7,6 +7,11 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from pipeline.config.load import RUN_FILE
+from pipeline.errors import ConfigError
+
+LATEST_EXPORT = "latest/export"  # in a run's directory
+
 RunArgument = Annotated[Path, Argument(help="A run's directory, such as runs/demo.")]
 TargetSettings = Annotated[
     list[str] | None,
@@ -25,3 +30,21 @@ Overrides = Annotated[
         help="section.key=value; values parse as YAML, paths are relative to the working directory."
     ),
 ]
+
+
+def run_of(source: Path) -> Path | None:
+    """Return the run of a run's directory or of its `latest/export`; None for other exports.
+
+    Raises:
+        ConfigError: The run has no export yet.
+    """
+    above = source.absolute().parent.parent
+    for run, export in ((source, source / LATEST_EXPORT), (above, source)):
+        latest = run / LATEST_EXPORT
+        if latest.is_dir() and export.is_dir() and latest.samefile(export):
+            return run
+    file = source / RUN_FILE
+    if file.is_file():
+        fix = f"Continue it: medusa-distill run {file}"
+        raise ConfigError("This run has no export yet.", str(source), fix)
+    return None

@@ -9,16 +9,14 @@ from typing import Annotated, Literal
 from rich.console import Console
 from typer import Argument, Context, Option
 
-from pipeline.cli.arguments import Gpus, TargetSettings
+from pipeline.cli.arguments import LATEST_EXPORT, Gpus, TargetSettings, run_of
 from pipeline.config.load import target_settings
 from pipeline.errors import ConfigError
 
 
 def chat(
     context: Context,
-    export_dir: Annotated[
-        Path, Argument(help="An export: RUN_DIR/latest/export, or a copy of it.")
-    ],
+    source: Annotated[Path, Argument(help="A run's directory, or an export.")],
     settings: TargetSettings = None,
     plain: Annotated[
         bool, Option("--plain", help="Decode without the heads, for comparison.")
@@ -52,7 +50,7 @@ def chat(
     standard input is a pipe, each line is a question. If standard output is not a terminal, it gets
     the answers as plain text, and their speed goes to stderr.
 
-    Example: medusa-distill chat runs/demo/latest/export, and again with --plain.
+    Example: medusa-distill chat runs/demo, and again with --plain.
     Example: medusa-distill chat EXPORT target.template_arguments.enable_thinking=false
     """
     given = target_settings(settings or (), context.params)
@@ -69,6 +67,8 @@ def chat(
             "--system",
             "Type it in a terminal whose encoding is UTF-8.",
         ) from None
+    run = run_of(source)
+    export_dir = source if run is None else run / LATEST_EXPORT
     if plain:
         target = load_target(base_model or target_of(export_dir), gpus=gpus, **given)
         decoder = target.decoder()

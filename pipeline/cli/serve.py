@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from typer import Argument, Context, Option
 
-from pipeline.cli.arguments import Gpus
+from pipeline.cli.arguments import LATEST_EXPORT, Gpus, run_of
 from pipeline.config.load import RUN_FILE, load_config, target_settings
 from pipeline.config.running import PlainData
 from pipeline.errors import ConfigError, EnvironmentFault
@@ -122,8 +122,8 @@ def server_arguments(
     from pipeline.targets.spec import model_config, resolve
     from pipeline.targets.vllm_engine import serving_arguments
 
-    run = _run_of(source)
-    export = source if run is None else run / "latest" / "export"
+    run = run_of(source)
+    export = source if run is None else run / LATEST_EXPORT
     layout = read_layout(export)
     target = base_model or target_of(export)
     gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
@@ -143,16 +143,6 @@ def server_arguments(
     if target == str(export / BACKBONE_DIRECTORY):
         arguments["served_model_name"] = (run or export).resolve().name
     return arguments
-
-
-def _run_of(source: Path) -> Path | None:
-    """Return the run of a run's directory or of its `latest/export`; None for other exports."""
-    above = source.absolute().parent.parent
-    for run, export in ((source, source / "latest" / "export"), (above, source)):
-        latest = run / "latest" / "export"
-        if latest.is_dir() and export.is_dir() and latest.samefile(export):
-            return run
-    return None
 
 
 def _settings_of_run(run: Path, target: str) -> PlainData:

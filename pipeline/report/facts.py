@@ -93,10 +93,10 @@ def check_outcome(report: Report) -> Outcome:
 def speed_outcomes(report: Report) -> list[Outcome]:
     """Return what the heads gain in each engine whose speedup is known and not disturbed."""
     outcomes = []
-    engines = {
-        "natively": report.native,
-        "in vLLM, all prompts at once": report.vllm,
-    }
+    engines: dict[str, EngineFigures | None] = {"natively": report.native}
+    if report.vllm:
+        number = count(report.vllm.greedy_match.sequences)
+        engines[f"in vLLM, {number} prompts at once"] = report.vllm
     for name, engine in engines.items():
         if not engine or engine.speedup is None or is_disturbed(engine):
             continue

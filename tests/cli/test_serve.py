@@ -140,3 +140,11 @@ def test_a_tuned_target_is_named_after_its_heads(finished_run, tmp_path):
     target = Path(json.loads((heads / "config.json").read_text())["base_model_name_or_path"])
     shutil.copytree(target, heads / "backbone")
     assert server_arguments(heads, None, {}, gpus=0)["served_model_name"] == "my-heads"
+
+
+@pytest.mark.parametrize("name", ["serve", "chat"])
+def test_a_run_without_an_export_is_named(command, copied_run, name):
+    (copied_run.path / "latest" / "export").unlink()
+    ended = command(name, copied_run.path)
+    assert ended.code == 2 and "This run has no export yet" in ended.err
+    assert f"medusa-distill run {copied_run.path}/run.yaml" in ended.err

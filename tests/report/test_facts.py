@@ -70,7 +70,7 @@ def test_the_speedup_is_an_outcome_for_each_engine(report):
     report["check"]["vllm"]["speedup"] = 1.31
     assert speed_outcomes(typed(report)) == [
         Outcome(None, "0.62x natively: slower with heads"),
-        Outcome(True, "1.31x in vLLM, all prompts at once: faster with heads"),
+        Outcome(True, "1.31x in vLLM, 32 prompts at once: faster with heads"),
     ]
     report["check"]["native"]["speedup"] = 0.9996
     report["check"]["vllm"]["speedup"] = None
