@@ -160,11 +160,11 @@ class ServedMethod(Baseline):
 
 @result
 class ServingChoice:
-    """The fastest method in vLLM with `requests` at once; `plain` is decoding without drafts.
+    """The method to serve in vLLM with `requests` at once; `plain` is decoding without drafts.
 
     Attributes:
         speedup: Its tokens per second over those of plain decoding.
-        second: The second fastest method.
+        second: The fastest of the other methods.
         margin: The share by which it is faster than the second, which is below 0 if the
             second is not certainly faster than plain decoding; None if the second has no request
             within `check.slo`.
@@ -215,8 +215,6 @@ class BatchLimits:
         sequence_tokens: The length of such a sequence.
     """
 
-    tflops: float  # 10^12 operations per second
-    bandwidth_gbs: float  # 10^9 bytes per second
     memory_bound_tokens: int
     sequences: int
     sequence_tokens: int

@@ -295,8 +295,8 @@ def _batch_lines(run: ResolvedRun, target: TargetSizes) -> Iterator[str]:
     if draft_tokens == "auto":
         draft_tokens = run.config.train.num_heads
     yield (
-        f"By arithmetic, a step on {name or 'such a GPU'} ({limits.tflops:,g} TFLOP/s,"
-        f" {limits.bandwidth_gbs:,g} GB/s) is bound by memory up to {tokens:,} tokens:"
+        f"By arithmetic, a step on {name or 'such a GPU'} ({gpu.tflops:,g} TFLOP/s,"
+        f" {gpu.bandwidth_gbs:,g} GB/s) is bound by memory up to {tokens:,} tokens:"
         f" {tokens // (draft_tokens + 1):,} requests with {draft_tokens} draft tokens each;"
         f" the memory of {num_gpus} GPU(s) holds {limits.sequences:,} sequences of"
         f" {limits.sequence_tokens:,} tokens."

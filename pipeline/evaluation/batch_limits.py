@@ -124,8 +124,6 @@ def batch_limits(
     """
     weights = target.weight_bytes()
     return BatchLimits(
-        tflops=gpu.tflops,
-        bandwidth_gbs=gpu.bandwidth_gbs,
         memory_bound_tokens=memory_bound_tokens(gpu, weights / target.parameters),
         sequences=sequences_in_memory(memory, weights, cached_bytes * sequence_tokens),
         sequence_tokens=sequence_tokens,

@@ -20,7 +20,7 @@ NATIVE_ONLY = ("retrieval", "lookahead")
 
 
 def what_to_serve_table(report: Report) -> Table:
-    """Build the report's table of vLLM's methods by load, the fastest marked at each."""
+    """Build the report's table of vLLM's methods by load, the one to serve marked at each."""
     table = Table("What to serve", ["method in vLLM", "per step", "identical"])
     vllm = report.vllm
     if vllm is None:
@@ -86,7 +86,7 @@ def commands(advice: Sequence[ServingAdvice]) -> list[str]:
 
 
 def _margin(choice: ServingChoice | None) -> str:
-    """Format by how much the fastest method at a load is faster than the second."""
+    """Format by how much the chosen method is faster than the next, or that the two tie."""
     if choice is None or choice.margin is None:
         return UNKNOWN
     if choice.is_beyond_scatter is False:
@@ -95,7 +95,7 @@ def _margin(choice: ServingChoice | None) -> str:
 
 
 def _marked(speed: str, is_best: bool) -> str:
-    """Mark the speed of the fastest method."""
+    """Mark the speed of the method to serve."""
     return f"{speed} best" if is_best else speed
 
 

@@ -67,11 +67,9 @@ class VLLMTexts:
 
     def with_repeats(self, later: VLLMTexts) -> VLLMTexts:
         """Return these texts with the durations of a later measurement as further repeats."""
-        return replace(
-            self,
-            seconds=[*self.seconds, *later.seconds],
-            seconds_in_turn=[*self.seconds_in_turn, *later.seconds_in_turn],
-        )
+        seconds = [*self.seconds, *later.seconds]
+        in_turn = [*self.seconds_in_turn, *later.seconds_in_turn]
+        return replace(self, seconds=seconds, seconds_in_turn=in_turn)
 
     def at_once(self) -> list[float]:
         """Return the tokens per second of each repeat with all prompts at once."""
@@ -86,9 +84,13 @@ class VLLMTexts:
         """
         speeds = []
         for seconds in self.seconds_in_turn:
-            counted = [row for row in seconds if rows is None or row in rows]
-            num_tokens = sum(len(self.token_ids[row]) for row in counted)
-            speeds.append(num_tokens / sum(seconds[row] for row in counted))
+            num_tokens = 0
+            duration = 0.0
+            for row, seconds_of_row in seconds.items():
+                if rows is None or row in rows:
+                    num_tokens += len(self.token_ids[row])
+                    duration += seconds_of_row
+            speeds.append(num_tokens / duration)
         return speeds
 
 

@@ -130,8 +130,6 @@ def test_loads_bound_by_computation_are_marked(report, extras):
     assert [row[1] for row in cells_of(text)["Study: load"][1:]] == ["50", "51", "50", "51"]
     assert "By arithmetic" not in text
     vllm["batch_limits"] = {
-        "tflops": 60,
-        "bandwidth_gbs": 200,
         "memory_bound_tokens": 300,
         "sequences": 17,
         "sequence_tokens": 4096,
