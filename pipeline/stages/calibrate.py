@@ -73,7 +73,6 @@ FIGURES = {
     "tree.expected_acceleration_rate": "expected acceleration rate",
     "tree.expected_standard_error": "expected standard error",
 }
-"""Numbers of nodes; with the root they are powers of two, at which matrix products are fastest."""
 
 
 def upstream(config: Config) -> tuple[str, ...]:
