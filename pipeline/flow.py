@@ -242,7 +242,7 @@ def _open_finished_run(run: RunDirectory, config: Config, console: Console) -> C
             raise ConfigError(
                 f"This run has no finished {name} stage.",
                 run.path,
-                f"Run it: medusa-distill run {run.path}/run.yaml",
+                f"Run it: medusa-distill run {run.path}",
             )
     checked = stages["check"]
     require_passed(checked, config)

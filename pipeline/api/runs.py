@@ -169,6 +169,6 @@ class Run:
             raise DataError(
                 f"This run has no finished {name} stage.",
                 self.path,
-                f"Run it: medusa-distill run {self.path / 'run.yaml'}",
+                f"Run it: medusa-distill run {self.path}",
             )
         return stage

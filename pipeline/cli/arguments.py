@@ -22,7 +22,7 @@ Gpus = Annotated[
     Option(min=0, help="GPUs for the target. Default: 1 if there is a GPU, else 0."),
 ]
 ConfigArgument = Annotated[
-    Path, Argument(help="A YAML file, a run's run.yaml, or a bundled name such as qwen2.5-7b.")
+    Path, Argument(help="A YAML file, a run's directory, or a bundled name such as qwen2.5-7b.")
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -43,8 +43,7 @@ def run_of(source: Path) -> Path | None:
         latest = run / LATEST_EXPORT
         if latest.is_dir() and export.is_dir() and latest.samefile(export):
             return run
-    file = source / RUN_FILE
-    if file.is_file():
-        fix = f"Continue it: medusa-distill run {file}"
+    if (source / RUN_FILE).is_file():
+        fix = f"Continue it: medusa-distill run {source}"
         raise ConfigError("This run has no export yet.", str(source), fix)
     return None

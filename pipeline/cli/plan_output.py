@@ -57,6 +57,7 @@ COLUMNS = {
     "cache": "cache",
     "total": "total",
 }
+SMALLEST_GIB = 0.1  # of memory that is printed as a figure
 TIMED_STAGES = {"generate": "tokens", "features": "positions", "train": "tokens"}
 """Stages whose hours are estimated, and the figure of their summary that measures the work."""
 
@@ -250,6 +251,11 @@ def _hour_lines(
     run: ResolvedRun, size: RunSize, store: Path, unfinished: Sequence[str], bound: str
 ) -> Iterator[str]:
     """Yield lines of `plan` on the time of unfinished stages, from the rates of finished ones."""
+    if not any(_newest_result(store, stage) for stage in TIMED_STAGES):
+        yield (
+            f"Hours are not known before a first run in {store};"
+            " docs/from-nothing-to-served.md estimates them for 1B, 8B and 70B."
+        )
     for stage, counted in TIMED_STAGES.items():
         newest = _newest_result(store, stage)
         if stage not in unfinished or size.tokens is None or newest is None:
@@ -313,7 +319,8 @@ def _print_memory(console: Console, memory: Sequence[StageMemory]) -> None:
         cells = [stage.name]
         for part in COLUMNS:
             gib = getattr(stage, part) / GIB
-            cells.append(f"{gib:5.1f}" if gib else "")
+            amount = f"{gib:5.1f}" if gib >= SMALLEST_GIB else f" <{SMALLEST_GIB}"
+            cells.append(amount if gib else "")
         device = "?" if stage.device_bytes is None else f"{stage.device_bytes / GIB:5.1f}"
         rows.append([*cells, device])
         if stage.fits() and not stage.fits(-TOLERANCE):

@@ -42,11 +42,6 @@ PATH_OR_NAME_KEYS = {
     ("check", "assistant_model"),
     ("check", "served_model"),
 }
-GONE_KEYS = {
-    "train.shard_heads": (
-        "use train.medusa.lm_head: shared, train.optimizer: adamw-8bit or train.heads: recurrent"
-    ),
-}
 # Parts of an error's location that pydantic adds for the members of a union, and for dict keys.
 ALTERNATIVES = ("int", "float", "string", "path", "tuple", "[key]")
 
@@ -57,7 +52,8 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     Relative paths are relative to the file's directory; in an override, to the working directory.
 
     Args:
-        file: A YAML file, or the name of a bundled one: `zephyr-7b` or `zephyr-7b.yaml`.
+        file: A YAML file, a run directory, or the name of a bundled file: `zephyr-7b` or
+            `zephyr-7b.yaml`.
         overrides: Settings that replace those of the file, each as `section.key=value`.
 
     Raises:
@@ -67,6 +63,8 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     path = Path(file).expanduser()
     if len(path.parts) == 1 and not path.exists():
         path = BUNDLED / f"{path.name.removesuffix('.yaml')}.yaml"
+    if path.is_dir():
+        file = path = path / RUN_FILE
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -96,9 +94,10 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
                 keys[key] = _resolved((section, key), value, base)
     if is_own:
         _place_in(settings, beside)
+    where = str(file)
     for word in overrides:
-        _override(settings, word)
-    return validate(settings, file)
+        where += f", {_override(settings, word)}"
+    return validate(settings, where)
 
 
 def target_settings(words: Iterable[str], options: Container[str] = ()) -> PlainData:
@@ -205,8 +204,8 @@ def _store_of_run_file(run: Path) -> Path | None:
     return stores.most_common(1)[0][0] if stores else None
 
 
-def _override(settings: PlainData, word: str) -> None:
-    """Apply a `section.key=value` override to the settings, in place.
+def _override(settings: PlainData, word: str) -> str:
+    """Apply a `section.key=value` override to the settings, in place; return its key.
 
     Raises:
         ConfigError: The word is no override, its value is not YAML, the key is below a value that
@@ -236,6 +235,7 @@ def _override(settings: PlainData, word: str) -> None:
                 "Set the whole section's key instead.",
             )
     node[names[-1]] = _resolved(names, value, Path.cwd())
+    return key
 
 
 def _resolved(key: tuple[str, ...], value: Any, base: Path) -> Any:
@@ -308,11 +308,9 @@ def problems(errors: Sequence[Any]) -> list[str]:
 
 
 def _problem(key: str, errors: list[Any]) -> str:
-    """Return the message for a configuration key that is removed, unknown, missing or wrong."""
+    """Return the message for a configuration key that is unknown, missing or wrong."""
     first = errors[0]
     if first["type"] == "extra_forbidden":
-        if key in GONE_KEYS:
-            return f"'{key}' is gone: {GONE_KEYS[key]}"
         near = nearest_key(key)
         hint = f"; did you mean '{near}'?" if near else ""
         return f"there is no key '{key}'{hint}"

@@ -197,7 +197,7 @@ def _command(method: str, config: Mapping[str, Any] | None) -> str:
         return f"{serve} --plain"
     if method.startswith(HEADS):
         number = config["num_speculative_tokens"]
-        return f"medusa-distill run RUN_DIR/run.yaml calibrate.draft_tokens={number} && {serve}"
+        return f"medusa-distill run RUN_DIR calibrate.draft_tokens={number} && {serve}"
     return f"{serve} --plain -- --speculative-config {shlex.quote(json.dumps(config))}"
 
 
@@ -214,6 +214,6 @@ def with_choices(figures: VllmFigures, rows: Sequence[LoadRow]) -> VllmFigures:
             " since a method gained more than the tokens that it adds to a step. Check again when"
             " the machine is idle."
         )
-        command = "medusa-distill run RUN_DIR/run.yaml --fresh check"
+        command = "medusa-distill run RUN_DIR --fresh check"
         advice.append(ServingAdvice(loads=loads, text=text, command=command))
     return replace(figures, choices=choices, disturbed_loads=disturbed or None, advice=advice)

@@ -251,7 +251,9 @@ def test_hours_are_estimated_from_finished_stages(command, config_file, copied_r
     out = command("plan", config_file, "generate.max_new_tokens=24").out
     assert f"generate: about {duration(seconds)}, at" in out and "features: about" in out
     assert ", at the" not in command("plan", config_file).out, "all is finished"
-    assert "tokens/s" not in command("plan", config_file, "run.name=next").out
+    out = command("plan", config_file, "run.name=next").out
+    assert "tokens/s" not in out and "Hours are not known before a first run" in out
+    assert re.search(r"generate +<0.1 +<0.1 +<0.1 ", out), "the tests' target has 0.1 MB"
 
 
 REPOSITORY = "owner/model"

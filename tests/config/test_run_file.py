@@ -29,6 +29,7 @@ def test_the_store_is_where_most_stages_lie(tmp_path):
         link(run, store, name)
     (run / "run.yaml").write_text(SETTINGS)
     assert load_config(run / "run.yaml").run.store == store
+    assert load_config(run).run.directory == run
 
 
 @pytest.mark.parametrize(("name", "own"), [("run.yaml", True), ("trial.yaml", False)])

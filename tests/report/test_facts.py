@@ -81,6 +81,29 @@ def test_the_speedup_is_an_outcome_for_each_engine(report):
 
 
 @pytest.mark.parametrize(
+    ("repeats", "plain", "is_tie"),
+    [
+        ([110, 120], [90, 100], False),
+        ([95, 120], [90, 100], True),
+        ([80, 95], [90, 100], True),
+        ([80, 85], [90, 100], False),
+        (None, None, False),
+    ],
+)
+def test_a_speedup_in_vllm_within_the_scatter_is_no_gain(report, repeats, plain, is_tie):
+    vllm = report["check"]["vllm"]
+    vllm["speedup"] = 1.12
+    vllm["loads"] = [
+        {"method": "heads", "requests": 1, "range": [95, 99], "baseline_range": [90, 99]},
+        {"method": "ngram", "requests": 32, "range": [95, 99], "baseline_range": [90, 99]},
+        {"method": "heads", "requests": 32, "range": repeats, "baseline_range": plain},
+    ]
+    verdict = "within the scatter of its repeats" if is_tie else "faster with heads"
+    outcome = Outcome(None if is_tie else True, f"1.12x in vLLM, 32 prompts at once: {verdict}")
+    assert speed_outcomes(typed(report))[-1] == outcome
+
+
+@pytest.mark.parametrize(
     ("engine", "figures"),
     [
         ("native", {"overhead": 0.97, "speedup": 2.7, "acceleration_rate": 2.4}),
