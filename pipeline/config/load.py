@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -60,11 +61,7 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
         ConfigError: The file, a chat template or an override cannot be read, a key or value is
             wrong, or a setting holds a token or a password.
     """
-    path = Path(file).expanduser()
-    if len(path.parts) == 1 and not path.exists():
-        path = BUNDLED / f"{path.name.removesuffix('.yaml')}.yaml"
-    if path.is_dir():
-        file = path = path / RUN_FILE
+    path = _file_of(file)
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -98,6 +95,16 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     for word in overrides:
         where += f", {_override(settings, word)}"
     return validate(settings, where)
+
+
+def _file_of(file: str | Path) -> Path:
+    """Return the path of a configuration file, of a run directory's, or of a bundled one."""
+    path = Path(file).expanduser()
+    if path.is_dir():
+        return path / RUN_FILE
+    if path.exists() or len(path.parts) > 1:
+        return path
+    return BUNDLED / f"{path.name.removesuffix('.yaml')}.yaml"
 
 
 def target_settings(words: Iterable[str], options: Container[str] = ()) -> PlainData:
@@ -286,9 +293,7 @@ def _absolute(value: str, base: Path) -> str:
 
 def _is_path(value: str, base: Path) -> bool:
     """Return whether a setting is a local path, and not a Hub id or the text of a template."""
-    if value.startswith((".", "/", "~")):
-        return True
-    return len(value) < 4096 and "\n" not in value and (base / value).exists()
+    return value.startswith((".", "/", "~")) or os.path.exists(base / value)
 
 
 def problems(errors: Sequence[Any]) -> list[str]:
@@ -310,11 +315,12 @@ def problems(errors: Sequence[Any]) -> list[str]:
 def _problem(key: str, errors: list[Any]) -> str:
     """Return the message for a configuration key that is unknown, missing or wrong."""
     first = errors[0]
-    if first["type"] == "extra_forbidden":
+    kind = first["type"]
+    if kind == "extra_forbidden":
         near = nearest_key(key)
         hint = f"; did you mean '{near}'?" if near else ""
         return f"there is no key '{key}'{hint}"
-    if first["type"] == "missing":
+    if kind == "missing":
         return f"'{key}' is needed"
     messages = []
     for error in errors:
@@ -322,7 +328,7 @@ def _problem(key: str, errors: list[Any]) -> str:
         if message not in messages:
             messages.append(message)
     wanted = " or ".join(messages)
-    if first["type"] == "value_error":
+    if kind == "value_error":
         return f"'{key}': {wanted}"
     value = json.dumps(first["input"], ensure_ascii=False, default=str)
     return f"'{key}': {wanted}, not {value[:80]}"

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.check_result import HEADS, EngineFigures, GreedyMatch, NativeFigures, VllmFigures
+from pipeline.artifacts.check_result import (
+    HEADS,
+    EngineFigures,
+    GreedyMatch,
+    NativeFigures,
+    VllmFigures,
+)
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.artifacts.tree_file import Expected, TreeFigures
 from pipeline.formatting import (

@@ -183,6 +183,5 @@ def test_an_equal_method_is_not_called_slower():
 def test_other_numbers_of_draft_tokens_become_the_export_s():
     ((_, command),) = advice_of(choice(1, "heads with 5 drafts", 2.0, "heads", 0.1))
     assert command == (
-        "medusa-distill run RUN_DIR calibrate.draft_tokens=5"
-        " && medusa-distill serve RUN_DIR"
+        "medusa-distill run RUN_DIR calibrate.draft_tokens=5 && medusa-distill serve RUN_DIR"
     )
