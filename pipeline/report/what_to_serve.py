@@ -62,6 +62,8 @@ def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
         " Identical: greedy answers equal to plain vLLM's. Best: what to serve at this load, among"
         " vLLM's methods; native speeds are in the table Methods."
     ]
+    if any(choice.is_beyond_scatter is not None for choice in vllm.choices or []):
+        remarks.append("Beyond the scatter: each repeat was faster than each of the next method's.")
     if any("RUN_DIR" in advice.command for advice in vllm.advice or []):
         remarks.append("RUN_DIR is this run's directory.")
     for method in vllm.methods or []:
