@@ -71,11 +71,11 @@ def test_the_fastest_of_each_load_is_marked():
     )
     table = what_to_serve_table(found)
     rows = {row[0]: row for row in table.rows}
-    assert list(rows) == ["plain", "heads", "heads, 5", "ngram", "best over the next"]
-    assert rows["best over the next"][3:] == ("25.0% over ngram", "-")
-    assert [cell.endswith("best") for cell in rows["plain"][3:]] == [False, True]
-    assert [cell.endswith("best") for cell in rows["heads"][3:]] == [True, False]
-    assert not any("best" in cell for cell in rows["ngram"])
+    assert list(rows) == ["plain", "heads", "heads, 5", "ngram", "over the next"]
+    assert rows["over the next"][3:] == ("25.0% over ngram", "-")
+    assert [cell.endswith("(serve)") for cell in rows["plain"][3:]] == [False, True]
+    assert [cell.endswith("(serve)") for cell in rows["heads"][3:]] == [True, False]
+    assert not any("(serve)" in cell for cell in rows["ngram"])
     assert table.note.startswith("Serve it. ") and "RUN_DIR is this run's directory." in table.note
     assert "suffix failed: broken. suffix failed under load: too slow." in table.note
     assert "vLLM has no retrieval." in table.note
