@@ -13,14 +13,14 @@ COLUMNS = (
     "rows",
     "quarantined",
     "seconds",
-    "tokens/s",
+    "tokens or positions/s",
     "directory",
     "why",
 )
 
 
 def status(run_dir: RunArgument) -> None:
-    """Print each stage's state and the reason, rows, quarantined rows, seconds and tokens/s."""
+    """Print each stage's state and the reason, rows, quarantined rows and seconds."""
     from pipeline.flow import statuses_of  # imports torch, and --help does not wait for it
 
     rows = []
