@@ -147,8 +147,11 @@ def server_flags(arguments: EngineArgs) -> list[str]:
 
 
 def _end_with_the_caller() -> None:
-    """Wait for the end of standard input, then terminate all processes of the server."""
-    sys.stdin.buffer.read()
+    """Wait for the end of standard input, then terminate all processes of the server.
+
+    Nothing is written to it. A read of `sys.stdin` would abort Python if the server ends first.
+    """
+    os.read(sys.stdin.fileno(), 1)
     os.killpg(os.getpgrp(), signal.SIGTERM)
 
 
