@@ -91,7 +91,11 @@ def serve(
                 f"[green]✓[/] {arguments['served_model_name']} at {address.url}/v1, log in {path};"
                 " Ctrl-C ends it"
             )
-            code = process.wait()
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:
+                os.unlink(path)
+                raise
     raise EnvironmentFault(f"vLLM's server ended with status {code}.", WHERE, fix)
 
 

@@ -20,7 +20,10 @@ NATIVE_ONLY = ("retrieval", "lookahead")
 
 
 def what_to_serve_table(report: Report) -> Table:
-    """Build the report's table of vLLM's methods by load, the one to serve marked at each."""
+    """Build the report's table of vLLM's methods by load, the one to serve marked at each.
+
+    Commands are of the report's run; a report without one has none.
+    """
     table = Table("What to serve", ["method in vLLM", "per step", "identical"])
     vllm = report.vllm
     if vllm is None:
@@ -28,7 +31,8 @@ def what_to_serve_table(report: Report) -> Table:
     choices = {choice.requests: choice for choice in vllm.choices or []}
     advice = vllm.advice or []
     table.note = " ".join([*(each.text for each in advice), *_remarks(report, vllm)])
-    table.commands = commands(advice)
+    if report.run:
+        table.commands = commands(advice)
     plain = [PLAIN, ratio(1.0), UNKNOWN]
     margins = ["best over the next", "", ""]
     cells: dict[str, list[str]] = {PLAIN: plain}
@@ -62,7 +66,7 @@ def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
         " Identical: greedy answers equal to plain vLLM's. Best: what to serve at this load, among"
         " vLLM's methods; native speeds are in the table Methods."
     ]
-    if any("RUN_DIR" in advice.command for advice in vllm.advice or []):
+    if report.run and any("RUN_DIR" in advice.command for advice in vllm.advice or []):
         remarks.append("RUN_DIR is this run's directory.")
     for method in vllm.methods or []:
         if method.failed:

@@ -33,8 +33,9 @@ def test_engine_arguments_are_flags_of_the_server():
 
 
 STAND_IN = """#!{python}
-import http.server, sys
+import http.server, os, sys
 arguments = sys.argv
+assert os.path.basename(os.environ["VLLM_RPC_BASE_PATH"]).startswith("vllm-")
 if "--speculative-config" not in arguments:
     sys.exit("a line before\\nno drafts")
 class Healthy(http.server.BaseHTTPRequestHandler):
@@ -79,9 +80,8 @@ RuntimeError: Engine core initialization failed. See root cause above."""
     refused = """pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
   Value error, Your device does not support it. [type=value_error, input_value=ArgsKwargs]"""
     assert failure_reason(refused) == "Your device does not support it"
-    assert failure_reason("usage: …\nerror: unrecognized arguments: --wheels") == (
-        "error: unrecognized arguments: --wheels"
-    )
+    usage = "usage: …\napi_server.py: error: unrecognized arguments: --wheels"
+    assert failure_reason(usage) == "unrecognized arguments: --wheels"
 
 
 SERVER = """
