@@ -42,7 +42,9 @@ def check(
             help="A file of questions (MT-Bench, any form of seeds). Default: bundled ones.",
         ),
     ] = None,
-    number: Annotated[int, Option(min=1, help="Number of questions to ask.")] = 32,
+    number: Annotated[
+        int, Option(min=1, help="Number of questions to ask; each of their turns is a prompt.")
+    ] = 32,
     max_new_tokens: Annotated[int, Option(min=2, help="Maximum tokens per answer.")] = 64,
     engine: Annotated[list[Engine] | None, Option(help="native, vllm. Default: both.")] = None,
     draft_tokens: Annotated[
@@ -96,7 +98,7 @@ def check(
             resolve(wanted, on_gpu=gpus > 0),
             decoded,
             gpus=gpus,
-            num_prompts=number,
+            num_questions=number,
             draft_tokens=draft_tokens,
             progress=ProgressReporter(show=meter.show),
         )

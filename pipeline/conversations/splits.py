@@ -19,6 +19,7 @@ from pipeline.conversations.duplicates import normalize_text
 Split = tuple[Conversation | RejectedRow, str]
 
 MIN_HELD_OUT = 8
+ENOUGH_HELD_OUT = 32  # as many as the check decodes by default
 SMALL_SET = 4096  # up to this number of rows, held-out rows are counted so that there are enough
 NUM_SHARDS = 8  # of a small set: an interruption costs only a part, and eight workers have one each
 FEWEST_IN_SHARD = 16
@@ -114,13 +115,14 @@ def choose_held_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str,
 def held_out_rows(num_rows: int, holdout: float) -> int:
     """Return the number of rows in each held-out split if no first question recurs.
 
-    For more than `SMALL_SET` rows this is an expectation. Otherwise it is at least `MIN_HELD_OUT`,
-    but at most half of the rows.
+    For more than `SMALL_SET` rows this is an expectation. Otherwise it is at least a twentieth of
+    the rows or `ENOUGH_HELD_OUT`, and at least `MIN_HELD_OUT`, but at most half of the rows.
     """
     each = round(num_rows * holdout / 2)
     if num_rows > SMALL_SET:
         return each
-    return min(max(MIN_HELD_OUT, each), num_rows // 2)
+    enough = min(ENOUGH_HELD_OUT, num_rows // 20)
+    return min(max(MIN_HELD_OUT, enough, each), num_rows // 2)
 
 
 def _unit_hash(question: str) -> float:

@@ -127,7 +127,7 @@ def measure_heads(
     settings: CheckConfig,
     *,
     gpus: int = 0,
-    num_prompts: int = 32,
+    num_questions: int = 32,
     draft_tokens: int | None = None,
     progress: ProgressReporter = SILENT,
 ) -> tuple[MeasuredHeads, AnswerLines]:
@@ -135,7 +135,7 @@ def measure_heads(
 
     Args:
         heads: A directory of heads, or a Hub id.
-        settings: `prompts` is the file of questions, of which the first `num_prompts` are asked.
+        settings: `prompts` is the file of questions, of which the first `num_questions` are asked.
         gpus: The number of GPUs that an engine spans; 0 is the CPU.
         draft_tokens: The number of tokens that vLLM drafts; for another trainer's recurrent cell
             also the depth of its tree. By default it is read from the heads' directory.
@@ -163,7 +163,7 @@ def measure_heads(
         drafted = max(found.max_depth, longest_draft(settings))
         target = with_room(target, settings)
         engine: EngineName = "transformers" if "native" in settings.engines else "vllm"
-        questions = read_questions(Path(str(settings.prompts)))[:num_prompts]
+        questions = read_questions(Path(str(settings.prompts)))[:num_questions]
         prompts = question_prompts(target, questions, settings, engine, gpus, progress)
         require_prompts(prompts, settings)
         request = CheckRequest(

@@ -157,7 +157,7 @@ def _verdict(method: str, choices: Sequence[ServingChoice]) -> str:
         if is_certain is False:
             return (
                 "serve none, since no method is faster than plain vLLM beyond the scatter of the"
-                " repeats"
+                f" repeats{_nearest(choices)}"
             )
         return f"serve none, plain vLLM is {lead} {certainty}"
     gains = [choice.speedup for choice in choices]
@@ -168,6 +168,17 @@ def _verdict(method: str, choices: Sequence[ServingChoice]) -> str:
     if lead:
         verdict += f" and {lead}"
     return f"{verdict} {certainty}"
+
+
+def _nearest(choices: Sequence[ServingChoice]) -> str:
+    """Say which method came nearest to plain decoding, or passed it within the scatter."""
+    gains = {}
+    for choice in choices:
+        if choice.margin is not None:
+            gains[1 / (1 + choice.margin)] = choice.second
+    if not gains:
+        return ""
+    return f" ({gains[max(gains)]} came to {times(max(gains))})"
 
 
 def _lead(choices: Sequence[ServingChoice]) -> str:
@@ -210,9 +221,9 @@ def with_choices(figures: VllmFigures, rows: Sequence[LoadRow]) -> VllmFigures:
     if disturbed:
         loads = _named(disturbed)
         text = (
-            f"{loads}: not known. Other work on the machine disturbed the measurement,"
-            " since a method gained more than the tokens that it adds to a step. Check again when"
-            " the machine is idle."
+            f"{loads}: not known. A method gained more than the tokens that it adds to a step:"
+            " other work slowed another one, or there was too little text to time. Check again when"
+            " the machine is idle, or with more prompts."
         )
         command = "medusa-distill run RUN_DIR --fresh check"
         advice.append(ServingAdvice(loads=loads, text=text, command=command))

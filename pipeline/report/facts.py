@@ -33,6 +33,8 @@ from pipeline.report.text_table import NOT_RUN, Table
 SAME_TEXT_GAP = 0.1  # as a share of the gain over plain decoding
 DISTURBED = 1.1  # a speedup over this many acceleration rates is due to other load
 NOTABLE_GAP = 3  # standard errors between the expected acceleration rate and the measured one
+ENOUGH_PROMPTS = 16  # decoded by the check
+ROUGH = 0.2  # standard error of an expected rate, as a share of the rate
 ENOUGH_COVERAGE = 0.9  # share of held-out text in the draft vocabulary
 NATIVE_FIGURES = (
     "Acceleration rate",
@@ -236,7 +238,7 @@ def _add_new_answers(
     if not engine.seen_share:
         return
     note = f"{percent(engine.seen_share)} of the answers are in the training text as well"
-    if prediction:
+    if prediction and prediction.new and prediction.new.expected_acceleration_rate is not None:
         note += f"; {expected_rate(prediction.new)} expected"
     table.add(label, on_new_answers(engine), note)
 
@@ -265,7 +267,7 @@ def report_warnings(report: Report) -> list[str]:
         found += _same_text_warnings(vllm)
     if tree and not native:
         found += _speedup_warnings(tree)
-    return found
+    return [*found, *_little_text_warnings(report)]
 
 
 def _training_warnings(train: TrainFigures) -> Iterator[str]:
@@ -313,6 +315,24 @@ def _speedup_warnings(tree: TreeFigures) -> Iterator[str]:
         yield (
             f"Natively the heads do not pay off on this device: the best speedup expected is"
             f" {times(best)}. Decoding is slower with them than without."
+        )
+
+
+def _little_text_warnings(report: Report) -> Iterator[str]:
+    """Yield warnings for the report if its rates rest on too little held-out text."""
+    engine, tree = report.native or report.vllm, report.tree
+    if engine and engine.greedy_match.sequences < ENOUGH_PROMPTS:
+        yield (
+            f"The check decoded {count(engine.greedy_match.sequences)} prompts, too few for more"
+            " than rough rates and speeds: raise seeds.holdout, or name a file of questions"
+            " (check.prompts)."
+        )
+    if not tree or tree.expected_standard_error is None or not tree.expected_acceleration_rate:
+        return
+    if tree.expected_standard_error > ROUGH * tree.expected_acceleration_rate:
+        yield (
+            f"The expected acceleration rate is {expected_rate(tree)}: calibration had too little"
+            " held-out text, so its tree and chain may not be the best. Raise seeds.holdout."
         )
 
 

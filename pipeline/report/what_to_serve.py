@@ -34,7 +34,7 @@ def what_to_serve_table(report: Report) -> Table:
     if report.run:
         table.commands = commands(advice)
     plain = [PLAIN, ratio(1.0), UNKNOWN]
-    margins = ["best over the next", "", ""]
+    margins = ["over the next", "", ""]
     cells: dict[str, list[str]] = {PLAIN: plain}
     for method in vllm.methods or []:
         rate_and_match = [ratio(method.acceleration_rate), greedy_matches(method.greedy_match)]
@@ -61,11 +61,15 @@ def what_to_serve_table(report: Report) -> Table:
 def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
     """Return the sentences below the verdicts: what the columns mean, and what is missing."""
     measured = "of vLLM's server" if report.studies.load else "of vLLM without a server"
+    native_table = "Methods" if report.run else "Check"
     remarks = [
-        f"Tokens/s are those {measured}. Per step: tokens kept per forward of the target."
-        " Identical: greedy answers equal to plain vLLM's. Best: what to serve at this load, among"
-        " vLLM's methods; native speeds are in the table Methods."
+        f"Tokens/s are those {measured} on the check's prompts; on other text all methods differ."
+        " Per step: tokens kept per forward of the target."
+        " Identical: greedy answers equal to plain vLLM's. Native speeds are in the table"
+        f" {native_table}."
     ]
+    if any(choice.is_beyond_scatter is not None for choice in vllm.choices or []):
+        remarks.append("Beyond the scatter: each repeat was faster than each of the next method's.")
     if report.run and any("RUN_DIR" in advice.command for advice in vllm.advice or []):
         remarks.append("RUN_DIR is this run's directory.")
     for method in vllm.methods or []:
@@ -100,7 +104,7 @@ def _margin(choice: ServingChoice | None) -> str:
 
 def _marked(speed: str, is_best: bool) -> str:
     """Mark the speed of the method to serve."""
-    return f"{speed} best" if is_best else speed
+    return f"{speed} (serve)" if is_best else speed
 
 
 def _speed(tokens_per_second: float | None, within_slo: float | None) -> str:

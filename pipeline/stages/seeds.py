@@ -235,15 +235,7 @@ def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: flo
     fewest = min(rows_of.values())
     if fewest >= MIN_HELD_OUT:
         return None
-    held_out = held_out_rows(num_rows, holdout)
-    enough_if_all_differed = min(held_out, num_rows - 2 * held_out) >= MIN_HELD_OUT
-    if not enough_if_all_differed:
-        raise DataError(
-            f"{num_rows} usable conversations are too few: training, calibration and the check"
-            f" need at least {MIN_HELD_OUT} rows each.",
-            stage.path,
-            "Name more or larger sources in seeds.sources, or change seeds.holdout.",
-        )
+    require_enough_rows(num_rows, holdout, str(stage.path))
     question, num_alike = most_frequent_opening(stage.shards())
     counts = ", ".join(f"{split} {number:,}" for split, number in rows_of.items())
     too_alike = (
@@ -258,6 +250,18 @@ def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: flo
             "Name sources in seeds.sources whose conversations open with different questions.",
         )
     return too_alike
+
+
+def require_enough_rows(num_rows: int, holdout: float, where: str) -> None:
+    """Raise DataError if there are too few rows for three splits, even if all open differently."""
+    held_out = held_out_rows(num_rows, holdout)
+    if min(held_out, num_rows - 2 * held_out) < MIN_HELD_OUT:
+        raise DataError(
+            f"{num_rows} usable conversations are too few: training, calibration and the check"
+            f" need at least {MIN_HELD_OUT} rows each.",
+            where,
+            "Name more or larger sources in seeds.sources, or change seeds.holdout.",
+        )
 
 
 STAGE = Stage(NAME, VERSION, reads(), identity, run, FIGURES, sharded=True)

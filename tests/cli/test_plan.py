@@ -243,6 +243,17 @@ def test_plan_states_which_batches_pay_on_the_gpu_here(command, config_file, mon
         assert ended.code == 0 and "By arithmetic" not in ended.out
 
 
+def test_plan_refuses_too_few_conversations(command, config_file, tmp_path):
+    few = tmp_path / "few.txt"
+    few.write_text("\n".join(f"Where is clock {number}?" for number in range(23)))
+    ended = command("plan", config_file, f"seeds.sources={few}")
+    assert ended.code == 3
+    assert "23 usable conversations are too few" in one_paragraph(ended.err)
+    with few.open("a") as file:
+        file.write("\nWhen does it open?")
+    assert command("plan", config_file, f"seeds.sources={few}").code == 0
+
+
 @pytest.mark.slow
 def test_hours_are_estimated_from_finished_stages(command, config_file, copied_run):
     """40 conversations as long as those that are there, on average."""

@@ -48,6 +48,20 @@ def test_a_rate_beyond_both_standard_errors_gives_a_warning(report, measured, er
 
 
 @pytest.mark.parametrize(
+    ("sequences", "error", "warned"),
+    [(16, 0.4, []), (15, 0.4, ["15 prompts"]), (16, 0.41, ["2.00 ± 0.41"])],
+)
+def test_figures_of_little_text_are_warned_of(report, sequences, error, warned):
+    report["check"]["native"]["greedy_match"]["sequences"] = sequences
+    expected = {"expected_acceleration_rate": 2.0, "expected_standard_error": error}
+    report["tree"] |= expected
+    found = report_warnings(typed(report))
+    assert len(found) == len(warned)
+    for words, warning in zip(warned, found, strict=True):
+        assert words in warning
+
+
+@pytest.mark.parametrize(
     ("expected", "does_not_pay"), [([0.8, 1.2], False), ([0.8, 0.94], True), ([], False)]
 )
 def test_heads_that_will_not_pay_are_warned_of(report, expected, does_not_pay):

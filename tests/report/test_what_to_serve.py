@@ -15,7 +15,7 @@ from pipeline.artifacts.check_result import (
     ServingChoice,
     VllmFigures,
 )
-from pipeline.report.report import Report
+from pipeline.report.report import Report, RunFacts
 from pipeline.report.text_table import markdown_section
 from pipeline.report.what_to_serve import what_to_serve_table
 
@@ -58,9 +58,9 @@ def report_of(*choices: ServingChoice, failed: str | None = None) -> Report:
     native = NativeFigures(
         acceleration_rate=2.0, greedy_match=match, baselines=[Baseline(name="retrieval")]
     )
-    return Report(
-        target="my/model", check=CheckFigures(native=native, vllm=vllm, passed=True, failures=[])
-    )
+    run = RunFacts(name="demo", date="2026-11-26", fingerprints={})
+    check = CheckFigures(native=native, vllm=vllm, passed=True, failures=[])
+    return Report(run=run, target="my/model", check=check)
 
 
 def test_the_fastest_of_each_load_is_marked():
@@ -71,11 +71,11 @@ def test_the_fastest_of_each_load_is_marked():
     )
     table = what_to_serve_table(found)
     rows = {row[0]: row for row in table.rows}
-    assert list(rows) == ["plain", "heads", "heads, 5", "ngram", "best over the next"]
-    assert rows["best over the next"][3:] == ("25.0% over ngram", "-")
-    assert [cell.endswith("best") for cell in rows["plain"][3:]] == [False, True]
-    assert [cell.endswith("best") for cell in rows["heads"][3:]] == [True, False]
-    assert not any("best" in cell for cell in rows["ngram"])
+    assert list(rows) == ["plain", "heads", "heads, 5", "ngram", "over the next"]
+    assert rows["over the next"][3:] == ("25.0% over ngram", "-")
+    assert [cell.endswith("(serve)") for cell in rows["plain"][3:]] == [False, True]
+    assert [cell.endswith("(serve)") for cell in rows["heads"][3:]] == [True, False]
+    assert not any("(serve)" in cell for cell in rows["ngram"])
     assert table.note.startswith("Serve it. ") and "RUN_DIR is this run's directory." in table.note
     assert "suffix failed: broken. suffix failed under load: too slow." in table.note
     assert "vLLM has no retrieval." in table.note
@@ -94,3 +94,6 @@ def test_the_fastest_of_each_load_is_marked():
     vllm = replace(found.vllm, disturbed_loads=[32])
     disturbed = what_to_serve_table(replace(found, check=replace(found.check, vllm=vllm)))
     assert disturbed.rows[-1][3:] == ("25.0% over ngram", "disturbed")
+    alone = what_to_serve_table(replace(found, run=None))  # heads that were measured without a run
+    assert not alone.commands and "RUN_DIR" not in alone.note and "table Check." in alone.note
+    assert alone.rows == table.rows
