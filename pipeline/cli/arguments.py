@@ -36,8 +36,11 @@ def run_of(source: Path) -> Path | None:
     """Return the run of a run's directory or of its `latest/export`; None for other exports.
 
     Raises:
-        ConfigError: The run has no export yet.
+        ConfigError: There is no such directory, or the run has no export yet.
     """
+    if not source.is_dir():
+        fix = "Give a run's directory, or an export."
+        raise ConfigError("There is no such directory.", str(source), fix)
     above = source.absolute().parent.parent
     for run, export in ((source, source / LATEST_EXPORT), (above, source)):
         latest = run / LATEST_EXPORT

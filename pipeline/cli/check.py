@@ -9,7 +9,7 @@ from typing import Annotated
 from rich.console import Console
 from typer import Argument, Context, Option
 
-from pipeline.cli.arguments import Gpus, TargetSettings
+from pipeline.cli.arguments import LATEST_EXPORT, Gpus, TargetSettings, run_of
 from pipeline.config.load import target_settings
 from pipeline.errors import CheckFailed
 from pipeline.formatting import visible
@@ -25,7 +25,10 @@ def check(
     context: Context,
     heads: Annotated[
         str,
-        Argument(help="A directory of heads, or a Hub id: an export, Medusa heads, EAGLE-1."),
+        Argument(
+            help="A run's directory, a directory of heads, or a Hub id: an export, Medusa heads,"
+            " EAGLE-1."
+        ),
     ],
     target: Annotated[
         str, Option(help="The model that the heads were trained on: a directory or a Hub id.")
@@ -61,6 +64,10 @@ def check(
     Example: medusa-distill check FasterDecoding/medusa-vicuna-7b-v1.3 --target lmsys/vicuna-7b-v1.3
     """
     given = target_settings(settings or (), context.params)
+    if Path(heads).is_dir():
+        run = run_of(Path(heads))
+        if run:
+            heads = str(run / LATEST_EXPORT)
     import torch  # a wrong setting does not wait for it
 
     from pipeline.artifacts.json_form import to_json
@@ -71,6 +78,7 @@ def check(
     from pipeline.report.check_tables import categories_table, check_table
     from pipeline.report.report import Report
     from pipeline.report.text_table import markdown_section, print_tables
+    from pipeline.report.what_to_serve import what_to_serve_table
     from pipeline.targets.spec import resolve
 
     decoded = CheckConfig(
@@ -95,7 +103,8 @@ def check(
             progress=ProgressReporter(show=meter.show),
         )
     report, console = Report(check=measured.check), Console()
-    tables = [table for table in (check_table(report), categories_table(report)) if table.rows]
+    found = what_to_serve_table(report), check_table(report), categories_table(report)
+    tables = [table for table in found if table.rows]
     title = visible(f"{heads}: {measured.read_as}; target {measured.target}")
     console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
     print_tables(tables, console)

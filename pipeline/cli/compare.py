@@ -50,7 +50,6 @@ def compared_run(path: Path) -> ComparedRun:
     Raises:
         ConfigError: The directory is not a run directory, or its run.yaml is wrong.
     """
-    from pipeline.artifacts.trained_heads import HEADS_FILE
     from pipeline.flow import statuses_of  # imports torch, and --help does not wait for it
     from pipeline.report.comparison import ComparedRun
     from pipeline.run.reporting import assemble_report
@@ -63,9 +62,11 @@ def compared_run(path: Path) -> ComparedRun:
     for name, state in states.items():
         if state.directory and state.status in FINISHED:
             records[name] = state.directory.done
-    trained, checked = records.get("train"), records.get("check")
-    if trained:
-        heads_bytes = trained.files[HEADS_FILE].size
+    exported, checked = records.get("export"), records.get("check")
+    if exported:
+        for name, file in exported.files.items():
+            if "/" not in name and name.endswith(".safetensors"):  # none but the heads
+                heads_bytes = file.size
     if checked:
         asked = config.check.model_dump(mode="json", include=QUESTION_KEYS)
         questions = json.dumps([asked, checked.upstream.get("generate")], sort_keys=True)

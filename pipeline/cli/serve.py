@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import socket
+import sys
 import tempfile
 import time
 from itertools import takewhile
@@ -73,7 +74,7 @@ def serve(
     flags = [*server_flags(arguments), *vllm_args]
     address = Address(host, port)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    command = ["python", "-m", SERVER, *flags, "--host", host, "--port", str(port)]
+    command = [sys.executable, "-m", SERVER, *flags, "--host", host, "--port", str(port)]
     console.print(shlex.join(command), markup=False)
     number, path = tempfile.mkstemp(prefix="medusa-distill-serve-", suffix=".log")
     fix = f"Its output is in {path}. Further arguments of vLLM come after --."
@@ -90,7 +91,11 @@ def serve(
                 f"[green]✓[/] {arguments['served_model_name']} at {address.url}/v1, log in {path};"
                 " Ctrl-C ends it"
             )
-            code = process.wait()
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:
+                os.unlink(path)
+                raise
     raise EnvironmentFault(f"vLLM's server ended with status {code}.", WHERE, fix)
 
 

@@ -86,7 +86,7 @@ KNOWN_KEYS = (*FORM_KEYS.values(), *ID_KEYS, *OTHER_KEYS)
 EXPECTED = (
     "conversations as ShareGPT (`conversations`), OpenAI `messages`, UltraChat (`data`), questions"
     " (`turns`), Alpaca (`instruction`) or prompts (`prompt`, or plain strings);"
-    " seeds.sources[].columns names columns of other names"
+    ' name other columns as "seeds.sources=[{path: FILE, columns: {prompt: question}}]"'
 )
 
 

@@ -140,11 +140,13 @@ def read_layout(directory: str | os.PathLike[str]) -> ExportLayout:
         DataError: The file is missing, or was not written by this project.
     """
     path = Path(directory) / CONFIG_FILE
-    fix = "Give the directory that the export stage wrote, or export again."
+    fix = "Give the directory that the export stage wrote, RUN_DIR/latest/export, or export again."
     if not path.is_file():
         raise DataError(f"There is no {CONFIG_FILE}.", str(directory), fix)
     try:
         content = json.loads(path.read_bytes())
+        if "heads" not in content:
+            raise DataError("There are no heads of this project here.", str(directory), fix)
         heads = dict(content["heads"])
         format = heads.pop("format")
         num_tokens = heads.pop("num_speculative_tokens")
@@ -157,6 +159,8 @@ def read_layout(directory: str | os.PathLike[str]) -> ExportLayout:
             num_speculative_tokens=num_tokens,
             dynamic_tree=DynamicTree(**tree) if tree else None,
         )
+    except DataError:
+        raise
     except (ConfigError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"This is not the configuration of an export ({type(error).__name__}: {error}).",

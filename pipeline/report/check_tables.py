@@ -46,8 +46,9 @@ def check_table(report: Report) -> Table:
         columns.append(_vllm_cells(report.vllm))
         table.note = (
             "Acceleration rates are tokens kept over forwards of the target, without the prefill"
-            " and its token, in either engine. Accepted per position: the share of vLLM's steps"
-            " that keep at least 1, 2, … drafted tokens."
+            " and its token, in either engine. Speedup and tokens/s: natively one prompt at a time,"
+            " in vLLM all prompts at once. Accepted per position: the share of vLLM's steps that"
+            " keep at least 1, 2, … drafted tokens."
         )
     labels = {}
     for column in columns:

@@ -30,7 +30,7 @@ class ComparedRun:
     Attributes:
         recipe: The resolved configuration as plain data.
         unfinished: The stages that have not run.
-        heads_bytes: The size of the trained heads; None without them.
+        heads_bytes: The size of the exported weights of the heads; None without an export.
         questions: A text that is equal for checks with the same prompts; None without a check.
     """
 
@@ -122,8 +122,8 @@ def _compared_results(run: ComparedRun) -> dict[str, str]:
         "tokens/s plain, native": plain,
         "acceleration rate, vLLM": measured_rate(vllm),
         "on new answers, vLLM": on_new_answers(vllm),
-        "speedup, vLLM": speedup_of(vllm),
-        "heads": heads,
+        "speedup, vLLM, all at once": speedup_of(vllm),
+        "exported heads": heads,
         "training": duration(report.seconds_by_stage.get("train")),
     }
 

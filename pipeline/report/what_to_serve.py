@@ -20,7 +20,10 @@ NATIVE_ONLY = ("retrieval", "lookahead")
 
 
 def what_to_serve_table(report: Report) -> Table:
-    """Build the report's table of vLLM's methods by load, the one to serve marked at each."""
+    """Build the report's table of vLLM's methods by load, the one to serve marked at each.
+
+    Commands are of the report's run; a report without one has none.
+    """
     table = Table("What to serve", ["method in vLLM", "per step", "identical"])
     vllm = report.vllm
     if vllm is None:
@@ -28,7 +31,8 @@ def what_to_serve_table(report: Report) -> Table:
     choices = {choice.requests: choice for choice in vllm.choices or []}
     advice = vllm.advice or []
     table.note = " ".join([*(each.text for each in advice), *_remarks(report, vllm)])
-    table.commands = commands(advice)
+    if report.run:
+        table.commands = commands(advice)
     plain = [PLAIN, ratio(1.0), UNKNOWN]
     margins = ["over the next", "", ""]
     cells: dict[str, list[str]] = {PLAIN: plain}
@@ -57,14 +61,16 @@ def what_to_serve_table(report: Report) -> Table:
 def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
     """Return the sentences below the verdicts: what the columns mean, and what is missing."""
     measured = "of vLLM's server" if report.studies.load else "of vLLM without a server"
+    native_table = "Methods" if report.run else "Check"
     remarks = [
         f"Tokens/s are those {measured} on the check's prompts; on other text all methods differ."
         " Per step: tokens kept per forward of the target."
-        " Identical: greedy answers equal to plain vLLM's. Native speeds are in the table Methods."
+        " Identical: greedy answers equal to plain vLLM's. Native speeds are in the table"
+        f" {native_table}."
     ]
     if any(choice.is_beyond_scatter is not None for choice in vllm.choices or []):
         remarks.append("Beyond the scatter: each repeat was faster than each of the next method's.")
-    if any("RUN_DIR" in advice.command for advice in vllm.advice or []):
+    if report.run and any("RUN_DIR" in advice.command for advice in vllm.advice or []):
         remarks.append("RUN_DIR is this run's directory.")
     for method in vllm.methods or []:
         if method.failed:

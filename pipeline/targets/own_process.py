@@ -44,7 +44,7 @@ def in_own_process(
         Path(directory, CALL).write_bytes(pickle.dumps((function, task)))
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, directory],
-            env=environment(),
+            env=environment(directory),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -106,9 +106,13 @@ def main(directory: str) -> None:
     gc.freeze()  # else Python goes through all of vLLM's objects as it ends, which takes 2 s
 
 
-def environment() -> dict[str, str]:
-    """Return environment variables for a process that imports the same packages as this one."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+def environment(sockets: str) -> dict[str, str]:
+    """Return environment variables for a process that imports the same packages as this one.
+
+    `sockets` is the directory of vLLM's sockets, unless the user has named another.
+    """
+    own = {"VLLM_RPC_BASE_PATH": sockets}
+    return {**own, **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 if __name__ == "__main__":

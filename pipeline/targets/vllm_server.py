@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -30,7 +31,9 @@ SECONDS_BETWEEN_CHECKS = 0.2
 STOPS_WITHIN = 8.0  # seconds
 SERVER = "vllm.entrypoints.openai.api_server"  # `vllm serve` fails in the CPU build
 RAISED = re.compile(r"\b[A-Z]\w*(?:Error|Exception): (.+)")
-REFUSED = re.compile(r"\b(?:Value error|Assertion failed), (.+?)(?: \[type=|$)", re.MULTILINE)
+REFUSED = re.compile(
+    r"(?:\b(?:Value error|Assertion failed), |\.py: error: )(.+?)(?: \[type=|$)", re.MULTILINE
+)
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without a proxy
 
 
@@ -75,34 +78,37 @@ def running_server(
         EnvironmentFault: The server cannot start.
     """
     own = ["--host", address.host, "--port", str(address.port)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__, *flags, *own],
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
-    try:
-        while not is_healthy(address.url):
-            if process.poll() is not None:
-                log.seek(0)
-                reason = failure_reason(log.read())
-                raise EnvironmentFault(
-                    f"vLLM's server ended with status {process.returncode}: {reason}.", where, fix
-                )
-            waiting()
-            time.sleep(SECONDS_BETWEEN_CHECKS)
-        yield process
-    finally:
-        _stop_server(process)
+    with tempfile.TemporaryDirectory(prefix="vllm-") as sockets:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *flags, *own],
+            env=environment(sockets),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            while not is_healthy(address.url):
+                if process.poll() is not None:
+                    log.seek(0)
+                    reason = failure_reason(log.read())
+                    raise EnvironmentFault(
+                        f"vLLM's server ended with status {process.returncode}: {reason}.",
+                        where,
+                        fix,
+                    )
+                waiting()
+                time.sleep(SECONDS_BETWEEN_CHECKS)
+            yield process
+        finally:
+            _stop_server(process)
 
 
 def failure_reason(output: str) -> str:
     """Return the reason of the first refusal or exception in a server's output, else its last line.
 
-    A refusal is that of an argument by pydantic. Later exceptions are those of processes that
-    waited for the first one.
+    A refusal is that of an argument by argparse or pydantic. Later exceptions are those of
+    processes that waited for the first one.
     """
     raised = REFUSED.search(output) or RAISED.search(output)
     if raised:
@@ -147,8 +153,11 @@ def server_flags(arguments: EngineArgs) -> list[str]:
 
 
 def _end_with_the_caller() -> None:
-    """Wait for the end of standard input, then terminate all processes of the server."""
-    sys.stdin.buffer.read()
+    """Wait for the end of standard input, then terminate all processes of the server.
+
+    Nothing is written to it. A read of `sys.stdin` would abort Python if the server ends first.
+    """
+    os.read(sys.stdin.fileno(), 1)
     os.killpg(os.getpgrp(), signal.SIGTERM)
 
 

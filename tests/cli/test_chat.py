@@ -98,7 +98,7 @@ def damaged(export: Path, damage: str) -> None:
 @pytest.mark.parametrize(
     ("damage", "code", "key"),
     [
-        ("absent", 3, "config.json"),
+        ("absent", 2, "no such directory"),
         ("[[0, 0", 3, "medusa_choices.json"),
         ("[[0, 0]]", 2, "[0, 0]"),
         ("target", 2, "--base-model"),

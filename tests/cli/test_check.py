@@ -11,7 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from pipeline.artifacts.check_result import CheckResult, GreedyMatch, VllmFigures
+from pipeline.artifacts.check_result import (
+    CheckResult,
+    GreedyMatch,
+    LoadRow,
+    ServedMethod,
+    ServingAdvice,
+    VllmFigures,
+)
 from tests.cli.tables import one_paragraph
 
 QUICK = ("--number", "3", "--max-new-tokens", "12", "--repeats", "1")
@@ -28,7 +35,7 @@ def checked(command, tiny_target, tiny_seeds):
 
 def test_an_export_and_its_pickle_alone_are_measured_alike(checked, finished_run, tmp_path):
     export = finished_run.latest("export").path
-    own = checked(export, "--out", tmp_path / "own")
+    own = checked(finished_run.path, "--out", tmp_path / "own")
     assert own.code == 0, own.err
     tensors = load_file(export / "medusa_lm_head.safetensors")
     (tmp_path / "other").mkdir()
@@ -67,7 +74,13 @@ def asked_of_vllm(monkeypatch, accepted: float) -> list[dict]:
         asked.append(dict(request.speculative_config))
         match = GreedyMatch(6, 6, 0)
         rates = {"acceleration_rate": 1 + accepted, "accepted_per_position": [accepted]}
-        return CheckResult(vllm=VllmFigures(greedy_match=match, **rates))
+        advice = [ServingAdvice(loads="1", text="Serve heads.", command="serve RUN_DIR")]
+        load = {
+            "loads": [LoadRow(method="heads", requests=1, tokens_per_second=9.0)],
+            "advice": advice,
+        }
+        methods = [ServedMethod(name="heads", greedy_match=match)]
+        return CheckResult(vllm=VllmFigures(greedy_match=match, methods=methods, **rates, **load))
 
     monkeypatch.setattr("pipeline.evaluation.measuring.check_served", served)
     return asked
@@ -151,3 +164,5 @@ def test_heads_with_attention_are_served_by_vllm_only(checked, tmp_path, monkeyp
     served = checked(tmp_path, "--draft-tokens", 3, engine="vllm", prompts=questions)
     assert served.code == 0 and "an EAGLE-1 model with attention" in served.out
     assert asked == [{"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 3}]
+    assert 0 < served.out.index("What to serve  Serve heads.") < served.out.index("Check  ")
+    assert "RUN_DIR" not in served.out

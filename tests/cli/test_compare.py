@@ -39,9 +39,8 @@ def test_runs_stand_side_by_side(command, sweep, finished_run):
     rate = f"{native['acceleration_rate']:.2f} ± {native['standard_error']:.2f}"
     assert rows["acceleration rate, native"][:2] == [rate, "-"]
     assert rows["check"] == ["passed", "not run", "passed"]
-    heads = (latest(finished_run, "train").path / "heads.safetensors").stat().st_size
-    first, fewer, third = rows["heads"]
-    assert first == third == f"{heads / 1e6:.1f} MB" != fewer
+    heads = (latest(finished_run, "export").path / "medusa_lm_head.safetensors").stat().st_size
+    assert rows["exported heads"] == [f"{heads / 1e6:.1f} MB", "-", f"{heads / 1e6:.1f} MB"]
     assert len(rows["training"]) == len(rows["expected acceleration rate"]) == 3
     assert "stopped is unfinished: export, check." in ended.out
     assert "whole is unfinished" not in ended.out

@@ -43,7 +43,7 @@ def num_drafts(url: str) -> float:
 
 
 @pytest.mark.slow
-def test_an_export_is_served_and_asked_until_ctrl_c(finished_run):
+def test_an_export_is_served_and_asked_until_ctrl_c(finished_run, tmp_path):
     port = free_port()
     url = f"http://{LOOPBACK}:{port}"
     words = ["serve", str(finished_run.path), "--port", str(port), "--", "--max-num-seqs", "4"]
@@ -51,10 +51,11 @@ def test_an_export_is_served_and_asked_until_ctrl_c(finished_run):
         [sys.executable, "-m", "pipeline.cli", *words],
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(),
+        env=environment(str(tmp_path)),
     )
     said = command.stderr.readline()
-    assert "vllm.entrypoints.openai.api_server --model" in said and "--max-num-seqs 4" in said
+    assert said.startswith(f"{sys.executable} -m vllm.entrypoints.openai.api_server --model")
+    assert "--max-num-seqs 4" in said
     ready = command.stderr.readline()
     assert f"{url}/v1" in ready, ready
     whole = json.loads(ask(url, QUESTION))["choices"][0]["message"]["content"]
@@ -68,6 +69,8 @@ def test_an_export_is_served_and_asked_until_ctrl_c(finished_run):
     servers = children_of(command.pid)
     command.send_signal(signal.SIGINT)
     assert command.wait(20) == 130
+    log = Path(re.search("log in (.+);", ready)[1])
+    assert log.name.startswith("medusa-distill-serve-") and not log.exists()
     assert servers and all(has_ended(pid) for pid in servers)
 
 
@@ -148,3 +151,13 @@ def test_a_run_without_an_export_is_named(command, copied_run, name):
     ended = command(name, copied_run.path)
     assert ended.code == 2 and "This run has no export yet" in ended.err
     assert f"medusa-distill run {copied_run.path}" in ended.err
+
+
+@pytest.mark.parametrize("name", ["serve", "chat"])
+def test_a_source_without_heads_is_named(command, tiny_target, tmp_path, name):
+    ended = command(name, tmp_path / "nowhere")
+    assert ended.code == 2 and "There is no such directory" in ended.err
+    assert "Give a run's directory, or an export." in ended.err
+    ended = command(name, tiny_target)
+    assert ended.code == 3 and "no heads of this project" in ended.err
+    assert "RUN_DIR/latest/export" in ended.err

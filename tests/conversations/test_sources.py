@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from pipeline.config import SeedSource
+from pipeline.config.load import load_config
 from pipeline.conversations.conversation import Conversation, Message, RejectedRow
 from pipeline.conversations.sources import SourceReader, name_sources
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
@@ -29,6 +31,16 @@ def outcomes(rows) -> str:
     for row in rows:
         found.append(row.reason if isinstance(row, RejectedRow) else row.messages[0].content)
     return " | ".join(found)
+
+
+def test_refused_rows_name_the_setting_that_reads_them(tmp_path, monkeypatch):
+    file = written(tmp_path / "faq.jsonl", '{"question": "why"}')
+    with pytest.raises(DataError, match="`question`") as refused:
+        read(file)
+    word = re.search('"(.+)"', refused.value.fix)[1].replace("FILE", "faq.jsonl")
+    monkeypatch.chdir(tmp_path)
+    [source] = load_config("qwen2.5-7b", [word]).seeds.sources
+    assert outcomes(read(file, columns=source.columns)) == "why"
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 9])

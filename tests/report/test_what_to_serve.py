@@ -15,7 +15,7 @@ from pipeline.artifacts.check_result import (
     ServingChoice,
     VllmFigures,
 )
-from pipeline.report.report import Report
+from pipeline.report.report import Report, RunFacts
 from pipeline.report.text_table import markdown_section
 from pipeline.report.what_to_serve import what_to_serve_table
 
@@ -58,9 +58,9 @@ def report_of(*choices: ServingChoice, failed: str | None = None) -> Report:
     native = NativeFigures(
         acceleration_rate=2.0, greedy_match=match, baselines=[Baseline(name="retrieval")]
     )
-    return Report(
-        target="my/model", check=CheckFigures(native=native, vllm=vllm, passed=True, failures=[])
-    )
+    run = RunFacts(name="demo", date="2026-11-26", fingerprints={})
+    check = CheckFigures(native=native, vllm=vllm, passed=True, failures=[])
+    return Report(run=run, target="my/model", check=check)
 
 
 def test_the_fastest_of_each_load_is_marked():
@@ -94,3 +94,6 @@ def test_the_fastest_of_each_load_is_marked():
     vllm = replace(found.vllm, disturbed_loads=[32])
     disturbed = what_to_serve_table(replace(found, check=replace(found.check, vllm=vllm)))
     assert disturbed.rows[-1][3:] == ("25.0% over ngram", "disturbed")
+    alone = what_to_serve_table(replace(found, run=None))  # heads that were measured without a run
+    assert not alone.commands and "RUN_DIR" not in alone.note and "table Check." in alone.note
+    assert alone.rows == table.rows

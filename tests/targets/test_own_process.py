@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,6 +21,8 @@ def work(number, report):
     if number == 14:
         sys.exit("no memory is left")
     time.sleep(0.7)
+    if number == 16:
+        return os.environ["VLLM_RPC_BASE_PATH"]
     return os.getpid() if number == 15 else number
 
 
@@ -34,6 +37,12 @@ def test_result_and_progress_of_another_process_arrive():
     assert in_own_process(work, 3, lambda **progress: seen.append(progress)) == 3
     assert {"part": "counting", "done": 1, "total": 3} in seen
     assert in_own_process(work, 15) != os.getpid()
+
+
+def test_sockets_go_with_the_process(monkeypatch):
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    directory = Path(in_own_process(work, 16))
+    assert directory.parent == Path(tempfile.gettempdir()) and not directory.exists()
 
 
 def test_errors_arrive_and_a_silent_end_with_its_last_line():

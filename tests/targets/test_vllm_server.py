@@ -33,8 +33,9 @@ def test_engine_arguments_are_flags_of_the_server():
 
 
 STAND_IN = """#!{python}
-import http.server, sys
+import http.server, os, sys
 arguments = sys.argv
+assert os.path.basename(os.environ["VLLM_RPC_BASE_PATH"]).startswith("vllm-")
 if "--speculative-config" not in arguments:
     sys.exit("a line before\\nno drafts")
 class Healthy(http.server.BaseHTTPRequestHandler):
@@ -79,9 +80,8 @@ RuntimeError: Engine core initialization failed. See root cause above."""
     refused = """pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
   Value error, Your device does not support it. [type=value_error, input_value=ArgsKwargs]"""
     assert failure_reason(refused) == "Your device does not support it"
-    assert failure_reason("usage: …\nerror: unrecognized arguments: --wheels") == (
-        "error: unrecognized arguments: --wheels"
-    )
+    usage = "usage: …\napi_server.py: error: unrecognized arguments: --wheels"
+    assert failure_reason(usage) == "unrecognized arguments: --wheels"
 
 
 SERVER = """
@@ -98,6 +98,13 @@ server = subprocess.Popen(
 print(server.pid, flush=True)
 time.sleep(60)
 """
+
+
+@pytest.mark.slow
+def test_a_server_that_ends_itself_has_its_own_status():
+    ends = SERVER.replace("time.sleep(60)", "time.sleep(0.2); raise SystemExit(2)")
+    server = subprocess.Popen([sys.executable, "-c", ends], stdin=subprocess.PIPE)
+    assert server.wait(30) == 2
 
 
 @pytest.mark.slow
