@@ -63,7 +63,7 @@ def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
     measured = "of vLLM's server" if report.studies.load else "of vLLM without a server"
     native_table = "Methods" if report.run else "Check"
     remarks = [
-        f"Tokens/s are those {measured} on the check's prompts; on other text all methods differ."
+        f"Tokens/s are those {measured} on the check's prompts, and depend on the text."
         " Per step: tokens kept per forward of the target."
         " Identical: greedy answers equal to plain vLLM's. Native speeds are in the table"
         f" {native_table}."
