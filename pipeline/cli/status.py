@@ -13,7 +13,7 @@ COLUMNS = (
     "rows",
     "quarantined",
     "seconds",
-    "tokens or positions/s",
+    "per second",
     "directory",
     "why",
 )
