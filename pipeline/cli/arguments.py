@@ -32,6 +32,12 @@ Overrides = Annotated[
 ]
 
 
+def export_of(source: Path) -> Path:
+    """Return the latest export of a run's directory, or the directory itself; see `run_of`."""
+    run = run_of(source)
+    return source if run is None else run / LATEST_EXPORT
+
+
 def run_of(source: Path) -> Path | None:
     """Return the run of a run's directory or of its `latest/export`; None for other exports.
 
@@ -40,7 +46,7 @@ def run_of(source: Path) -> Path | None:
     """
     if not source.is_dir():
         fix = "Give a run's directory, or an export."
-        raise ConfigError("There is no such directory.", str(source), fix)
+        raise ConfigError("There is no such directory.", source, fix)
     above = source.absolute().parent.parent
     for run, export in ((source, source / LATEST_EXPORT), (above, source)):
         latest = run / LATEST_EXPORT
@@ -48,5 +54,5 @@ def run_of(source: Path) -> Path | None:
             return run
     if (source / RUN_FILE).is_file():
         fix = f"Continue it: medusa-distill run {source}"
-        raise ConfigError("This run has no export yet.", str(source), fix)
+        raise ConfigError("This run has no export yet.", source, fix)
     return None

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from rich.console import Console
 from typer import Argument, Context, Option
 
-from pipeline.cli.arguments import LATEST_EXPORT, Gpus, TargetSettings, run_of
+from pipeline.cli.arguments import Gpus, TargetSettings, export_of
 from pipeline.config.load import target_settings
 from pipeline.errors import ConfigError
 
@@ -67,8 +67,7 @@ def chat(
             "--system",
             "Type it in a terminal whose encoding is UTF-8.",
         ) from None
-    run = run_of(source)
-    export_dir = source if run is None else run / LATEST_EXPORT
+    export_dir = export_of(source)
     if plain:
         target = load_target(base_model or target_of(export_dir), gpus=gpus, **given)
         decoder = target.decoder()

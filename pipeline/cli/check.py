@@ -9,7 +9,7 @@ from typing import Annotated
 from rich.console import Console
 from typer import Argument, Context, Option
 
-from pipeline.cli.arguments import LATEST_EXPORT, Gpus, TargetSettings, run_of
+from pipeline.cli.arguments import Gpus, TargetSettings, export_of
 from pipeline.config.load import target_settings
 from pipeline.errors import CheckFailed
 from pipeline.formatting import visible
@@ -65,9 +65,7 @@ def check(
     """
     given = target_settings(settings or (), context.params)
     if Path(heads).is_dir():
-        run = run_of(Path(heads))
-        if run:
-            heads = str(run / LATEST_EXPORT)
+        heads = str(export_of(Path(heads)))
     import torch  # a wrong setting does not wait for it
 
     from pipeline.artifacts.json_form import to_json

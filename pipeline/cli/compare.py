@@ -65,7 +65,8 @@ def compared_run(path: Path) -> ComparedRun:
     exported, checked = records.get("export"), records.get("check")
     if exported:
         for name, file in exported.files.items():
-            if "/" not in name and name.endswith(".safetensors"):  # none but the heads
+            # A tuned backbone and other formats are in subdirectories.
+            if "/" not in name and name.endswith(".safetensors"):
                 heads_bytes = file.size
     if checked:
         asked = config.check.model_dump(mode="json", include=QUESTION_KEYS)

@@ -58,7 +58,6 @@ COLUMNS = {
     "cache": "cache",
     "total": "total",
 }
-SMALLEST_GIB = 0.1  # of memory that is printed as a figure
 TIMED_STAGES = {"generate": "tokens", "features": "positions", "train": "tokens"}
 """Stages whose hours are estimated, and the figure of their summary that measures the work."""
 
@@ -84,7 +83,7 @@ def print_plan(run: ResolvedRun) -> None:
     _print_stages(console, statuses)
     _print_lines(console, notes)
     _print_lines(console, _size_lines(size, expected, statuses["features"], directory.store))
-    if size.conversations is not None:
+    if seeds is None and size.conversations is not None:
         require_enough_rows(size.conversations, run.config.seeds.holdout, "seeds.sources")
     check_samples(run, size, directory.store)
     likely = expected.size if expected else size
@@ -322,8 +321,12 @@ def _print_memory(console: Console, memory: Sequence[StageMemory]) -> None:
         cells = [stage.name]
         for part in COLUMNS:
             gib = getattr(stage, part) / GIB
-            amount = f"{gib:5.1f}" if gib >= SMALLEST_GIB else f" <{SMALLEST_GIB}"
-            cells.append(amount if gib else "")
+            if not gib:
+                cells.append("")
+            elif gib < 0.1:
+                cells.append(" <0.1")
+            else:
+                cells.append(f"{gib:5.1f}")
         device = "?" if stage.device_bytes is None else f"{stage.device_bytes / GIB:5.1f}"
         rows.append([*cells, device])
         if stage.fits() and not stage.fits(-TOLERANCE):

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from typer import Argument, Context, Option
 
-from pipeline.cli.arguments import LATEST_EXPORT, Gpus, run_of
+from pipeline.cli.arguments import Gpus, export_of, run_of
 from pipeline.config.load import RUN_FILE, load_config, target_settings
 from pipeline.config.running import PlainData
 from pipeline.errors import ConfigError, EnvironmentFault
@@ -85,17 +85,17 @@ def serve(
             """Show how long the start has taken."""
             status.update(f"vLLM starts, {time.monotonic() - started:.0f} s")
 
-        with running_server(address, flags, log, WHERE, fix, show_seconds) as process:
-            status.stop()
-            console.print(
-                f"[green]✓[/] {arguments['served_model_name']} at {address.url}/v1, log in {path};"
-                " Ctrl-C ends it"
-            )
-            try:
+        try:
+            with running_server(address, flags, log, WHERE, fix, show_seconds) as process:
+                status.stop()
+                console.print(
+                    f"[green]✓[/] {arguments['served_model_name']} at {address.url}/v1, log in"
+                    f" {path}; Ctrl-C ends it"
+                )
                 code = process.wait()
-            except KeyboardInterrupt:
-                os.unlink(path)
-                raise
+        except KeyboardInterrupt:
+            Path(path).unlink(missing_ok=True)
+            raise
     raise EnvironmentFault(f"vLLM's server ended with status {code}.", WHERE, fix)
 
 
@@ -128,7 +128,7 @@ def server_arguments(
     from pipeline.targets.vllm_engine import serving_arguments
 
     run = run_of(source)
-    export = source if run is None else run / LATEST_EXPORT
+    export = export_of(source)
     layout = read_layout(export)
     target = base_model or target_of(export)
     gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus

@@ -147,8 +147,8 @@ class SeedsConfig(Section):
     holdout: float = Field(
         0.1,
         description=(
-            "Fraction of the rows that is never trained on: half for calibrate, half for check; of"
-            " a small set at least 8 rows each, or a twentieth up to 32."
+            "Fraction of the rows that is never trained on: half for calibrate, half for check. Of"
+            " up to 4,096 rows each has at least 8, and at least a twentieth of the rows up to 32."
         ),
         gt=0,
         lt=1,

@@ -63,13 +63,13 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     """
     path = _file_of(file)
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        settings = yaml.safe_load(path.read_bytes())
     except FileNotFoundError:
         names = ", ".join(sorted(bundled.stem for bundled in BUNDLED.glob("*.yaml")))
         raise ConfigError(
             "There is no such configuration file.", file, f"Name a YAML file, or one of {names}."
         ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError) as error:
         raise ConfigError(
             f"The configuration cannot be read: {error}",
             file,
@@ -100,9 +100,10 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
 def _file_of(file: str | Path) -> Path:
     """Return the path of a configuration file, of a run directory's, or of a bundled one."""
     path = Path(file).expanduser()
-    if path.is_dir():
-        return path / RUN_FILE
-    if path.exists() or len(path.parts) > 1:
+    own = path / RUN_FILE
+    if own.is_file():
+        return own
+    if path.is_file() or len(path.parts) > 1:
         return path
     return BUNDLED / f"{path.name.removesuffix('.yaml')}.yaml"
 

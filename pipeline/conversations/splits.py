@@ -115,8 +115,8 @@ def choose_held_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str,
 def held_out_rows(num_rows: int, holdout: float) -> int:
     """Return the number of rows in each held-out split if no first question recurs.
 
-    For more than `SMALL_SET` rows this is an expectation. Otherwise it is at least a twentieth of
-    the rows or `ENOUGH_HELD_OUT`, and at least `MIN_HELD_OUT`, but at most half of the rows.
+    For more than `SMALL_SET` rows this is an expectation. Otherwise it is at least `MIN_HELD_OUT`,
+    and at least the smaller of `ENOUGH_HELD_OUT` and a twentieth of the rows, but at most half.
     """
     each = round(num_rows * holdout / 2)
     if num_rows > SMALL_SET:

@@ -4,6 +4,7 @@ A method's speed counts as far as its requests are within `check.slo`. Methods a
 after another, so other work on the machine may slow one of them and not the next. A step that
 drafts does more work than a plain step, so a method's speedup over plain decoding is at most its
 acceleration rate. Loads at which a method exceeds this are disturbed, and have no choice.
+A method whose greedy text is not the target's is never chosen.
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ def disturbed_loads(rows: Sequence[LoadRow], methods: Sequence[ServedMethod]) ->
         if rate and row.speedup and row.speedup > DISTURBED * rate:
             found.add(row.requests)
     return sorted(found)
+
+
+def inexact_methods(methods: Sequence[ServedMethod]) -> set[str]:
+    """Return the methods with a greedy text that differs from the target's other than at a tie."""
+    return {each.name for each in methods if each.greedy_match and each.greedy_match.differing}
 
 
 def serving_choices(rows: Sequence[LoadRow]) -> list[ServingChoice]:
@@ -171,14 +177,12 @@ def _verdict(method: str, choices: Sequence[ServingChoice]) -> str:
 
 
 def _nearest(choices: Sequence[ServingChoice]) -> str:
-    """Say which method came nearest to plain decoding, or passed it within the scatter."""
-    gains = {}
-    for choice in choices:
-        if choice.margin is not None:
-            gains[1 / (1 + choice.margin)] = choice.second
-    if not gains:
+    """Name the fastest method besides plain decoding, with its highest speedup."""
+    known = [choice for choice in choices if choice.margin is not None]
+    if not known:
         return ""
-    return f" ({gains[max(gains)]} came to {times(max(gains))})"
+    nearest = min(known, key=lambda choice: choice.margin or 0)
+    return f" ({nearest.second} came to {times(1 / (1 + (nearest.margin or 0)))})"
 
 
 def _lead(choices: Sequence[ServingChoice]) -> str:
@@ -216,14 +220,18 @@ def with_choices(figures: VllmFigures, rows: Sequence[LoadRow]) -> VllmFigures:
     """Add to vLLM's figures what to serve at the loads of `rows`, and say it in words."""
     methods = figures.methods or []
     disturbed = disturbed_loads(rows, methods)
-    choices = serving_choices([row for row in rows if row.requests not in disturbed])
+    judged = []
+    for row in rows:
+        if row.requests not in disturbed and row.method not in inexact_methods(methods):
+            judged.append(row)
+    choices = serving_choices(judged)
     advice = serving_advice(choices, methods)
     if disturbed:
         loads = _named(disturbed)
         text = (
-            f"{loads}: not known. A method gained more than the tokens that it adds to a step:"
-            " other work slowed another one, or there was too little text to time. Check again when"
-            " the machine is idle, or with more prompts."
+            f"{loads}: not known. A method gained more than the tokens that it adds to a step."
+            " Either other work slowed one that it is compared with, or the answers were too short"
+            " to time. Check again when the machine is idle, or with more prompts."
         )
         command = "medusa-distill run RUN_DIR --fresh check"
         advice.append(ServingAdvice(loads=loads, text=text, command=command))

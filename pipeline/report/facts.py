@@ -121,7 +121,10 @@ def speed_outcomes(report: Report) -> list[Outcome]:
 
 
 def _is_within_scatter(vllm: VllmFigures) -> bool:
-    """Return whether repeats with heads, of all prompts at once, were as fast as plain ones."""
+    """Return whether the repeats with heads overlap those of plain vLLM, all prompts at once.
+
+    The result is False if either has one repeat.
+    """
     for row in vllm.loads or []:
         if row.method == HEADS and row.requests == vllm.greedy_match.sequences:
             if row.range is None or row.baseline_range is None:
@@ -324,15 +327,16 @@ def _little_text_warnings(report: Report) -> Iterator[str]:
     if engine and engine.greedy_match.sequences < ENOUGH_PROMPTS:
         yield (
             f"The check decoded {count(engine.greedy_match.sequences)} prompts, too few for more"
-            " than rough rates and speeds: raise seeds.holdout, or name a file of questions"
-            " (check.prompts)."
+            " than rough rates and speeds: raise check.prompts, and seeds.holdout if there are no"
+            " more held-out rows, or name a file of more questions."
         )
     if not tree or tree.expected_standard_error is None or not tree.expected_acceleration_rate:
         return
     if tree.expected_standard_error > ROUGH * tree.expected_acceleration_rate:
         yield (
             f"The expected acceleration rate is {expected_rate(tree)}: calibration had too little"
-            " held-out text, so its tree and chain may not be the best. Raise seeds.holdout."
+            " text, so its tree and chain may not be the best. Raise seeds.holdout, or give it more"
+            " questions (calibrate.data)."
         )
 
 

@@ -34,7 +34,7 @@ def what_to_serve_table(report: Report) -> Table:
     if report.run:
         table.commands = commands(advice)
     plain = [PLAIN, ratio(1.0), UNKNOWN]
-    margins = ["over the next", "", ""]
+    margins = ["margin over the next", "", ""]
     cells: dict[str, list[str]] = {PLAIN: plain}
     for method in vllm.methods or []:
         rate_and_match = [ratio(method.acceleration_rate), greedy_matches(method.greedy_match)]

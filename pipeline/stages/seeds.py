@@ -40,7 +40,7 @@ from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 
 NAME = "seeds"
-VERSION = 6
+VERSION = 7
 FIGURES = {
     "rows": "rows",
     "train_rows": "train rows",
@@ -257,7 +257,7 @@ def require_enough_rows(num_rows: int, holdout: float, where: str) -> None:
     held_out = held_out_rows(num_rows, holdout)
     if min(held_out, num_rows - 2 * held_out) < MIN_HELD_OUT:
         raise DataError(
-            f"{num_rows} usable conversations are too few: training, calibration and the check"
+            f"{num_rows:,} conversations are too few: training, calibration and the check"
             f" need at least {MIN_HELD_OUT} rows each.",
             where,
             "Name more or larger sources in seeds.sources, or change seeds.holdout.",

@@ -109,7 +109,7 @@ def main(directory: str) -> None:
 def environment(sockets: str) -> dict[str, str]:
     """Return environment variables for a process that imports the same packages as this one.
 
-    `sockets` is the directory of vLLM's sockets, unless the user has named another.
+    `sockets` is the directory of vLLM's sockets, unless this process already has one.
     """
     own = {"VLLM_RPC_BASE_PATH": sockets}
     return {**own, **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

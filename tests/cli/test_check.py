@@ -33,7 +33,7 @@ def checked(command, tiny_target, tiny_seeds):
     return call
 
 
-def test_an_export_and_its_pickle_alone_are_measured_alike(checked, finished_run, tmp_path):
+def test_a_run_and_its_pickle_alone_are_measured_alike(checked, finished_run, tmp_path):
     export = finished_run.latest("export").path
     own = checked(finished_run.path, "--out", tmp_path / "own")
     assert own.code == 0, own.err

@@ -151,7 +151,7 @@ def test_a_run_without_an_export_is_named(command, copied_run, name):
     (copied_run.path / "latest" / "export").unlink()
     ended = command(name, copied_run.path)
     assert ended.code == 2 and "This run has no export yet" in ended.err
-    assert f"medusa-distill run {copied_run.path}" in ended.err
+    assert f"medusa-distill run {copied_run.path}" in ended.err and "run.yaml" not in ended.err
 
 
 @pytest.mark.parametrize("name", ["serve", "chat"])

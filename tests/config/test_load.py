@@ -55,8 +55,9 @@ def test_bundled_name_is_used_where_no_such_file_exists(tmp_path, monkeypatch):
     (tmp_path / "zephyr-7b").write_text(MINIMAL)
     assert load_config("zephyr-7b").run.name == "trial"
     (tmp_path / "vicuna-7b").mkdir()
-    with pytest.raises(ConfigError, match=r"no such configuration file \(vicuna-7b\)"):
-        load_config("vicuna-7b")
+    assert load_config("vicuna-7b").run.name == "vicuna-7b", "a model's directory is none"
+    with pytest.raises(ConfigError, match=r"cannot be read: .*Is a directory"):
+        load_config(tmp_path / "vicuna-7b")
     for name in ("zephyr", "conf/vicuna-7b"):
         with pytest.raises(ConfigError, match=r"no such .* one of demo, .*zephyr-7b"):
             load_config(name)

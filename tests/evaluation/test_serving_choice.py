@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pipeline.artifacts.check_result import (
@@ -106,6 +108,17 @@ def test_a_disturbed_load_has_no_choice():
     assert found.advice[0].text.startswith("1 at a time: serve heads")
     assert found.advice[1].text.startswith("32 at a time: not known. A method gained more")
     assert with_choices(figures, rows[:2]).disturbed_loads is None
+
+
+def test_a_method_with_another_text_is_not_chosen():
+    methods = [
+        ServedMethod(name="heads", greedy_match=GreedyMatch(32, 31, 0)),
+        ServedMethod(name="ngram", greedy_match=GreedyMatch(32, 30, 2)),
+    ]
+    figures = VllmFigures(acceleration_rate=2.0, greedy_match=methods[0].greedy_match)
+    figures = replace(figures, methods=methods)
+    rows = [row("heads", 1, 150, 100), row("ngram", 1, 120, 100)]
+    assert [choice.method for choice in with_choices(figures, rows).choices] == ["ngram"]
 
 
 # --- in words

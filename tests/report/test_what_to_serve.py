@@ -71,8 +71,8 @@ def test_the_fastest_of_each_load_is_marked():
     )
     table = what_to_serve_table(found)
     rows = {row[0]: row for row in table.rows}
-    assert list(rows) == ["plain", "heads", "heads, 5", "ngram", "over the next"]
-    assert rows["over the next"][3:] == ("25.0% over ngram", "-")
+    assert list(rows) == ["plain", "heads", "heads, 5", "ngram", "margin over the next"]
+    assert rows["margin over the next"][3:] == ("25.0% over ngram", "-")
     assert [cell.endswith("(serve)") for cell in rows["plain"][3:]] == [False, True]
     assert [cell.endswith("(serve)") for cell in rows["heads"][3:]] == [True, False]
     assert not any("(serve)" in cell for cell in rows["ngram"])

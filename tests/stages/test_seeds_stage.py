@@ -21,7 +21,7 @@ from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.cli.app import app
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
 from pipeline.conversations.duplicates import CheckQuestions, normalize_text
-from pipeline.conversations.splits import batch_into_shards, split_rows
+from pipeline.conversations.splits import batch_into_shards, held_out_rows, split_rows
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.flow import run_flow
 from pipeline.report.facts import report_warnings
@@ -57,6 +57,13 @@ def test_a_small_set_holds_out_exactly_what_is_asked(number, holdout):
     each = min(max(8, min(32, number // 20), round(number * holdout / 2)), number // 2)
     assert counts["calibrate"] == counts["check"] == each
     assert counts["train"] == number - 2 * each
+
+
+@pytest.mark.parametrize(
+    ("number", "each"), [(16, 8), (100, 8), (300, 15), (640, 32), (4000, 32), (5000, 25)]
+)
+def test_a_small_share_holds_out_enough(number, each):
+    assert held_out_rows(number, 0.01) == each
 
 
 @given(bad=st.sets(st.integers(0, 79)), seed=st.randoms(use_true_random=False))
@@ -193,7 +200,7 @@ def test_every_row_of_a_dirty_file_is_accounted_for(made, tmp_path):
 
 def test_too_few_rows_for_three_splits_are_refused(made, tmp_path):
     assert made(save_seeds(tmp_path / "enough.jsonl", 24)).summary["train_rows"] == 8
-    with pytest.raises(DataError, match=r"23 usable conversations are too few.*seeds\.sources"):
+    with pytest.raises(DataError, match=r"23 conversations are too few.*seeds\.sources"):
         made(save_seeds(tmp_path / "few.jsonl", 23))
 
 
