@@ -178,11 +178,14 @@ def _verdict(method: str, choices: Sequence[ServingChoice]) -> str:
 
 def _nearest(choices: Sequence[ServingChoice]) -> str:
     """Name the fastest method besides plain decoding, with its highest speedup."""
-    known = [choice for choice in choices if choice.margin is not None]
-    if not known:
+    speedups = []
+    for choice in choices:
+        if choice.margin is not None:
+            speedups.append((1 / (1 + choice.margin), choice.second))
+    if not speedups:
         return ""
-    nearest = min(known, key=lambda choice: choice.margin or 0)
-    return f" ({nearest.second} came to {times(1 / (1 + (nearest.margin or 0)))})"
+    speedup, method = max(speedups)
+    return f" ({method} came to {times(speedup)})"
 
 
 def _lead(choices: Sequence[ServingChoice]) -> str:
@@ -220,9 +223,10 @@ def with_choices(figures: VllmFigures, rows: Sequence[LoadRow]) -> VllmFigures:
     """Add to vLLM's figures what to serve at the loads of `rows`, and say it in words."""
     methods = figures.methods or []
     disturbed = disturbed_loads(rows, methods)
+    inexact = inexact_methods(methods)
     judged = []
     for row in rows:
-        if row.requests not in disturbed and row.method not in inexact_methods(methods):
+        if row.requests not in disturbed and row.method not in inexact:
             judged.append(row)
     choices = serving_choices(judged)
     advice = serving_advice(choices, methods)

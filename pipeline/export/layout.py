@@ -145,8 +145,6 @@ def read_layout(directory: str | os.PathLike[str]) -> ExportLayout:
         raise DataError(f"There is no {CONFIG_FILE}.", str(directory), fix)
     try:
         content = json.loads(path.read_bytes())
-        if "heads" not in content:
-            raise DataError("There are no heads of this project here.", str(directory), fix)
         heads = dict(content["heads"])
         format = heads.pop("format")
         num_tokens = heads.pop("num_speculative_tokens")
@@ -159,9 +157,11 @@ def read_layout(directory: str | os.PathLike[str]) -> ExportLayout:
             num_speculative_tokens=num_tokens,
             dynamic_tree=DynamicTree(**tree) if tree else None,
         )
-    except DataError:
-        raise
-    except (ConfigError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except KeyError as error:
+        raise DataError(
+            f"This is not the configuration of an export: it has no {error}.", path, fix
+        ) from error
+    except (ConfigError, OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(
             f"This is not the configuration of an export ({type(error).__name__}: {error}).",
             path,

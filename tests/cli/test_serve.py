@@ -160,5 +160,5 @@ def test_a_source_without_heads_is_named(command, tiny_target, tmp_path, name):
     assert ended.code == 2 and "There is no such directory" in ended.err
     assert "Give a run's directory, or an export." in ended.err
     ended = command(name, tiny_target)
-    assert ended.code == 3 and "no heads of this project" in ended.err
+    assert ended.code == 3 and "an export: it has no 'heads'" in ended.err
     assert "RUN_DIR/latest/export" in ended.err
