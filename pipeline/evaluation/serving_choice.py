@@ -13,7 +13,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from math import prod
 from typing import Any, NamedTuple
 
 from pipeline.artifacts.check_result import (
@@ -28,7 +28,7 @@ from pipeline.artifacts.check_result import (
 from pipeline.formatting import times
 from pipeline.report.facts import DISTURBED
 
-LEAST_MARGIN = 0.005  # a smaller one is none
+ONE_SERVER = "One server for all of these"
 
 
 class Speed(NamedTuple):
@@ -68,16 +68,23 @@ def serving_choices(rows: Sequence[LoadRow]) -> list[ServingChoice]:
         by_load.setdefault(row.requests, []).append(row)
     choices = []
     for requests, of_load in sorted(by_load.items()):
-        first = of_load[0]
-        plain = _speed(
-            PLAIN, first.baseline_tokens_per_second, first.baseline_within_slo, first.baseline_range
-        )
-        speeds = [plain]
-        for row in of_load:
-            speeds.append(_speed(row.method, row.tokens_per_second, row.within_slo, row.range))
+        plain = _plain_speed(of_load[0])
+        speeds = [plain, *map(_own_speed, of_load)]
         if any(speed.useful for speed in speeds):
             choices.append(_choice(requests, plain, speeds))
     return choices
+
+
+def _plain_speed(row: LoadRow) -> Speed:
+    """Return the speed of plain decoding at the load of a row."""
+    return _speed(
+        PLAIN, row.baseline_tokens_per_second, row.baseline_within_slo, row.baseline_range
+    )
+
+
+def _own_speed(row: LoadRow) -> Speed:
+    """Return the speed of a row's method."""
+    return _speed(row.method, row.tokens_per_second, row.within_slo, row.range)
 
 
 def _speed(
@@ -106,17 +113,21 @@ def _choice(requests: int, plain: Speed, speeds: Sequence[Speed]) -> ServingChoi
     margin = None
     if second.useful:
         margin = round(best.useful / second.useful - 1, 4)
-    speedup = best.tokens_per_second / plain.tokens_per_second
-    if plain.useful:
-        speedup = best.useful / plain.useful
     return ServingChoice(
         requests=requests,
         method=best.method,
-        speedup=round(speedup, 4),
+        speedup=round(_speedup(best, plain), 4),
         second=second.method,
         margin=margin,
         is_beyond_scatter=_is_beyond(best, second),
     )
+
+
+def _speedup(speed: Speed, plain: Speed) -> float:
+    """Return the speedup over plain decoding: that of useful tokens, if plain decoding has any."""
+    if plain.useful:
+        return speed.useful / plain.useful
+    return speed.tokens_per_second / plain.tokens_per_second
 
 
 def _is_beyond(faster: Speed, slower: Speed) -> bool | None:
@@ -129,19 +140,25 @@ def _is_beyond(faster: Speed, slower: Speed) -> bool | None:
 def serving_advice(
     choices: Sequence[ServingChoice], methods: Sequence[ServedMethod]
 ) -> list[ServingAdvice]:
-    """Say in a sentence what to serve, and the command for it, for each range of loads.
-
-    Neighbouring loads are one range if their method and its certainty are the same.
-    """
-    configs = {method.name: method.speculative_config for method in methods}
+    """Say in a sentence what to serve, and the command for it, for each chosen method."""
+    chosen: dict[str, list[ServingChoice]] = {}
+    for choice in choices:
+        chosen.setdefault(choice.method, []).append(choice)
     advice = []
-    for (method, _), group in groupby(choices, lambda each: (each.method, each.is_beyond_scatter)):
-        of_method = list(group)
+    for method, of_method in chosen.items():
         loads = _named([choice.requests for choice in of_method])
-        text = f"{loads}: {_verdict(method, of_method)}."
-        command = _command(method, configs.get(method))
-        advice.append(ServingAdvice(loads=loads, text=text, command=command))
+        verdict = _verdict(method, of_method)
+        advice.append(_advice(loads, verdict, method, methods))
     return advice
+
+
+def _advice(
+    loads: str, verdict: str, method: str, methods: Sequence[ServedMethod]
+) -> ServingAdvice:
+    """Return the advice to serve a method at the named loads."""
+    configs = {each.name: each.speculative_config for each in methods}
+    command = _command(method, configs.get(method))
+    return ServingAdvice(loads=loads, text=f"{loads}: {verdict}.", command=command)
 
 
 def _named(loads: Sequence[int]) -> str:
@@ -153,57 +170,39 @@ def _named(loads: Sequence[int]) -> str:
 
 
 def _verdict(method: str, choices: Sequence[ServingChoice]) -> str:
-    """Say what to serve at these loads, by how much it is faster, and whether that is certain."""
-    is_certain = choices[0].is_beyond_scatter
-    certainty = "(one repeat: its scatter is unknown)"
-    if is_certain is not None:
-        certainty = f"({'beyond' if is_certain else 'within'} the scatter of the repeats)"
-    lead = _lead(choices)
-    if method == PLAIN:
-        if is_certain is False:
-            return (
-                "serve none, since no method is faster than plain vLLM beyond the scatter of the"
-                f" repeats{_nearest(choices)}"
-            )
-        return f"serve none, plain vLLM is {lead} {certainty}"
-    gains = [choice.speedup for choice in choices]
-    gain = times(min(gains))
-    if times(max(gains)) != gain:
-        gain += f" to {times(max(gains))}"
-    verdict = f"serve {method}, {gain} plain vLLM"
-    if lead:
-        verdict += f" and {lead}"
-    return f"{verdict} {certainty}"
+    """Say what to serve at these loads, and by how much it is faster than plain decoding."""
+    if method != PLAIN:
+        return f"serve {method}, {_range([choice.speedup for choice in choices])} plain vLLM"
+    verdict = "serve none, since no method is faster than plain vLLM"
+    if choices[0].is_beyond_scatter is not None:
+        verdict += " beyond the scatter of the repeats"
+    margins = [(choice.margin, choice.second) for choice in choices if choice.margin is not None]
+    if margins:
+        margin, second = min(margins)
+        verdict += f" ({second} came to {times(1 / (1 + margin))})"
+    return verdict
 
 
-def _nearest(choices: Sequence[ServingChoice]) -> str:
-    """Name the fastest method besides plain decoding, with its highest speedup."""
-    speedups = []
-    for choice in choices:
-        if choice.margin is not None:
-            speedups.append((1 / (1 + choice.margin), choice.second))
-    if not speedups:
-        return ""
-    speedup, method = max(speedups)
-    return f" ({method} came to {times(speedup)})"
+def _range(speedups: Sequence[float]) -> str:
+    """Format speedups: `1.29x`, `1.22x to 1.29x`."""
+    lowest, highest = times(min(speedups)), times(max(speedups))
+    return lowest if lowest == highest else f"{lowest} to {highest}"
 
 
-def _lead(choices: Sequence[ServingChoice]) -> str:
-    """Say by how much a method is faster than the second; empty if plain decoding is a second."""
-    margins = {}
-    for choice in choices:
-        if choice.margin is None:
-            return "alone in time"
-        if choice.second == PLAIN:
-            return ""
-        margins[choice.margin] = choice.second
-    least = min(margins)
-    if least < LEAST_MARGIN:
-        return f"as fast as {margins[least]}"
-    lead = f"{least:.0%} faster than {margins[least]}"
-    if len(choices) > 1:
-        lead = f"at least {lead}"
-    return lead
+def one_server(rows: Sequence[LoadRow], methods: Sequence[ServedMethod]) -> ServingAdvice:
+    """Say what to serve if one server has all loads: the method of the highest mean speedup.
+
+    It is the geometric mean over the loads. `rows` are as in `serving_choices`.
+    """
+    speedups: dict[str, list[float]] = {}
+    for row in rows:
+        speedups.setdefault(row.method, []).append(_speedup(_own_speed(row), _plain_speed(row)))
+    means = {method: prod(of_all) ** (1 / len(of_all)) for method, of_all in speedups.items()}
+    best = max(means, key=lambda method: means[method])
+    gain = f"{times(means[best])} plain vLLM in the geometric mean, {_range(speedups[best])}"
+    if means[best] > 1:
+        return _advice(ONE_SERVER, f"serve {best}, {gain}", best, methods)
+    return _advice(ONE_SERVER, f"serve none, since {best} comes to {gain}", PLAIN, methods)
 
 
 def _command(method: str, config: Mapping[str, Any] | None) -> str:
@@ -230,6 +229,8 @@ def with_choices(figures: VllmFigures, rows: Sequence[LoadRow]) -> VllmFigures:
             judged.append(row)
     choices = serving_choices(judged)
     advice = serving_advice(choices, methods)
+    if len(advice) > 1:
+        advice.append(one_server(judged, methods))
     if disturbed:
         loads = _named(disturbed)
         text = (

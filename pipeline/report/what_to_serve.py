@@ -16,8 +16,6 @@ from pipeline.report.facts import greedy_matches
 from pipeline.report.report import Report
 from pipeline.report.text_table import Table
 
-NATIVE_ONLY = ("retrieval", "lookahead")
-
 
 def what_to_serve_table(report: Report) -> Table:
     """Build the report's table of vLLM's methods by load, the one to serve marked at each.
@@ -61,27 +59,19 @@ def what_to_serve_table(report: Report) -> Table:
 def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
     """Return the sentences below the verdicts: what the columns mean, and what is missing."""
     measured = "of vLLM's server" if report.studies.load else "of vLLM without a server"
-    native_table = "Methods" if report.run else "Check"
     remarks = [
         f"Tokens/s are those {measured} on the check's prompts, and depend on the text."
         " Per step: tokens kept per forward of the target."
-        " Identical: greedy answers equal to plain vLLM's. Native speeds are in the table"
-        f" {native_table}."
+        " Identical: greedy answers equal to plain vLLM's. Tie: within the scatter of the"
+        " repeats, which one repeat does not show. Native speeds are in the tables below."
     ]
-    if any(choice.is_beyond_scatter is not None for choice in vllm.choices or []):
-        remarks.append("Beyond the scatter: each repeat was faster than each of the next method's.")
-    if report.run and any("RUN_DIR" in advice.command for advice in vllm.advice or []):
+    if report.run and vllm.advice:
         remarks.append("RUN_DIR is this run's directory.")
     for method in vllm.methods or []:
         if method.failed:
             remarks.append(f"{method.name} failed: {method.failed}.")
     for name, reason in (vllm.failed_loads or {}).items():
         remarks.append(f"{name} failed under load: {reason}.")
-    native = report.native
-    others = [other.name for other in (native.baselines if native else None) or []]
-    missing = [name for name in NATIVE_ONLY if name in others]
-    if missing:
-        remarks.append(f"vLLM has no {' and no '.join(missing)}.")
     return remarks
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeline.artifacts.check_result import (
-    Baseline,
     CheckFigures,
     GreedyMatch,
     LoadRow,
@@ -55,9 +54,7 @@ def report_of(*choices: ServingChoice, failed: str | None = None) -> Report:
         ],
         failed_loads={"suffix": "too slow"},
     )
-    native = NativeFigures(
-        acceleration_rate=2.0, greedy_match=match, baselines=[Baseline(name="retrieval")]
-    )
+    native = NativeFigures(acceleration_rate=2.0, greedy_match=match)
     run = RunFacts(name="demo", date="2026-11-26", fingerprints={})
     check = CheckFigures(native=native, vllm=vllm, passed=True, failures=[])
     return Report(run=run, target="my/model", check=check)
@@ -78,7 +75,6 @@ def test_the_fastest_of_each_load_is_marked():
     assert not any("(serve)" in cell for cell in rows["ngram"])
     assert table.note.startswith("Serve it. ") and "RUN_DIR is this run's directory." in table.note
     assert "suffix failed: broken. suffix failed under load: too slow." in table.note
-    assert "vLLM has no retrieval." in table.note
     section = markdown_section(table)
     assert section.endswith("\n\n```bash\nmedusa-distill serve RUN_DIR  # 1 and 32 at a time\n```")
     assert what_to_serve_table(Report()).rows == []
@@ -95,5 +91,5 @@ def test_the_fastest_of_each_load_is_marked():
     disturbed = what_to_serve_table(replace(found, check=replace(found.check, vllm=vllm)))
     assert disturbed.rows[-1][3:] == ("25.0% over ngram", "disturbed")
     alone = what_to_serve_table(replace(found, run=None))  # heads that were measured without a run
-    assert not alone.commands and "RUN_DIR" not in alone.note and "table Check." in alone.note
+    assert not alone.commands and "RUN_DIR" not in alone.note
     assert alone.rows == table.rows
