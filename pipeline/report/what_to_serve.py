@@ -80,7 +80,9 @@ def commands(advice: Sequence[ServingAdvice]) -> list[str]:
     loads: dict[str, list[str]] = {}
     for each in advice:
         loads.setdefault(each.command, []).append(each.loads)
-    return [f"{command}  # {'; '.join(of_command)}" for command, of_command in loads.items()]
+    return [
+        f"{command}  # {'; '.join(of_command).lower()}" for command, of_command in loads.items()
+    ]
 
 
 def _margin(choice: ServingChoice | None) -> str:
