@@ -37,14 +37,13 @@ def check_plan(run: ResolvedRun) -> list[str]:
         ConfigError: The first problem of the settings.
         DataError: The first problem of the data.
     """
-    notes = []
+    notes = {}  # in their order
     for check in CHECKS:
         try:
             check(run)
         except EnvironmentFault as fault:
-            if str(fault) not in notes:
-                notes.append(str(fault))
-    return notes
+            notes[str(fault)] = fault
+    return list(notes)
 
 
 def unread_settings(run: ResolvedRun) -> list[str]:
@@ -229,7 +228,7 @@ def check_readers(run: ResolvedRun) -> None:
         on_gpu = run.gpus_of(section) > 0
         require_readable(run.target, engine, on_gpu=on_gpu, where=TARGET)
         copy = run.served_copies.get(engine)
-        if copy is not None:
+        if copy:
             require_readable(copy, engine, on_gpu=on_gpu, where=SERVED)
 
 
@@ -279,7 +278,7 @@ def check_acceptance(run: ResolvedRun) -> None:
         key = "check.top_p"
     elif rule != "typical" and check.first_token == "sampled":
         key = "check.first_token"
-    if key is not None:
+    if key:
         raise ConfigError(
             f"The value of {key} does not go with {rule} acceptance.",
             key,
@@ -314,7 +313,7 @@ def check_root(run: ResolvedRun) -> None:
         return
     for key in ("root", "store"):
         path = getattr(run.config.run, key)
-        if path is not None and path.resolve().is_relative_to(Path.cwd().resolve()):
+        if path and path.resolve().is_relative_to(Path.cwd().resolve()):
             raise ConfigError(
                 "A submitted job runs in an uploaded copy of the directory, which is deleted.",
                 f"run.{key} = {path}",

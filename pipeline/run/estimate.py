@@ -21,7 +21,7 @@ from pipeline.execution.placement import Resources
 from pipeline.heads.kind import Heads
 from pipeline.heads.losses import chunk_bytes_on
 from pipeline.run.resolved import ENGINE_SECTIONS, TARGET, ResolvedRun
-from pipeline.storage.receipts import Summary
+from pipeline.storage.receipts import StageTotals, Summary
 from pipeline.targets.sizes import TargetSizes, parameter_counts
 from pipeline.targets.spec import cached_numbers
 from pipeline.training.feature_batches import BATCHES_AHEAD
@@ -93,15 +93,15 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
         longest = min(longest, run.context)
     rows = seeds["rows"] if seeds else _count_conversations(run)
     share = 1 - run.config.seeds.holdout
-    if seeds and rows:
+    if seeds:
         share = seeds["train_rows"] / rows
     tokens = None
     prompts = round((rows or 0) * share)
     samples = generate.num_samples(prompts)
-    if rows is not None:
+    if rows:
         later_samples = prompts * (samples - 1)
         tokens = (rows + later_samples) * longest
-        share = (prompts + later_samples) / max(1, rows + later_samples)
+        share = (prompts + later_samples) / (rows + later_samples)
     if generated:
         tokens = int(generated["tokens"])
     stored = 0
@@ -128,16 +128,24 @@ def _count_conversations(run: ResolvedRun) -> int | None:
     """Count the conversations in local sources, and add the limits of data sets on the Hub.
 
     The rows of local sources are read. The result is None if a data set on the Hub has no limit.
+    Raises DataError if too many rows hold no conversation, as the seeds stage does.
     """
-    count, local = 0, []
+    totals, local = StageTotals(), []
     for reader in source_readers(run.config.seeds):
         if reader.source.path:
             local.append(reader)
         elif reader.source.limit is None:
             return None
         else:
-            count += reader.source.limit
-    return count + sum(isinstance(row, Conversation) for row in mix_sources(local))
+            totals.rows += reader.source.limit
+    for row in mix_sources(local):
+        if isinstance(row, Conversation):
+            totals.rows += 1
+        else:
+            totals.reasons[row.reason] += 1
+    most = run.config.limits.max_quarantine_fraction
+    totals.check_quarantine("seeds.sources", most, final=True)
+    return totals.rows
 
 
 def target_sizes(run: ResolvedRun) -> TargetSizes | None:

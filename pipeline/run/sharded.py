@@ -81,7 +81,7 @@ def run_sharded(
                 shown.count(outcome)
                 if outcome.receipt:
                     require_free_disk(stage.path, limits.min_free_disk_gb)
-                    shown.totals.check_quarantine(stage.stage, stage.path, most, final=False)
+                    shown.totals.check_quarantine(stage.path, most, final=False)
                 elif failures.may_retry(outcome):
                     pending.append(outcome.task)
                 else:
@@ -94,7 +94,7 @@ def run_sharded(
             left = stage.pending(tasks, stage.receipts())
             pending.extend(failures.remaining_tasks(left, killers))
     totals = StageTotals(stage.receipts().values())
-    totals.check_quarantine(stage.stage, stage.path, most, final=True)
+    totals.check_quarantine(stage.path, most, final=True)
     return totals.summary()
 
 

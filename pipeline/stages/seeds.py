@@ -134,7 +134,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
             meter.show(Progress(done=totals.rows, unit="conversations"))
     stage.drop_shards_but(range(totals.shards))
     limits = context.config.limits
-    totals.check_quarantine(NAME, stage.path, limits.max_quarantine_fraction, final=True)
+    totals.check_quarantine(stage.path, limits.max_quarantine_fraction, final=True)
     summary = {**totals.summary(), "sources": [_source_summary(reader) for reader in readers]}
     _print_skipped_files(context, summary)
     warning = require_rows_of_splits(stage, summary, settings.holdout)

@@ -189,16 +189,13 @@ class StageTotals:
             summary["tokens_per_second"] = round(self._timed_tokens / self._busy_seconds, 1)
         return summary
 
-    def check_quarantine(
-        self, stage: str, where: Path, max_fraction: float, *, final: bool
-    ) -> None:
+    def check_quarantine(self, where: Path | str, max_fraction: float, *, final: bool) -> None:
         """Check that the fraction of quarantined rows is at most `max_fraction`.
 
         Duplicates and contaminated rows are not counted.
 
         Args:
-            stage: The stage's name in the error.
-            where: The stage's directory in the error.
+            where: The stage's directory, or the setting of its input, in the error.
             final: Whether the totals are complete. If not, fewer than `ENOUGH_TO_JUDGE` rows always
                 pass.
 
@@ -213,9 +210,9 @@ class StageTotals:
         if seen and refused / seen > max_fraction and (final or seen >= ENOUGH_TO_JUDGE):
             top = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(3))
             raise DataError(
-                f"{stage} refused {refused} of {seen} rows, a fraction above"
+                f"{refused} of {seen} rows were refused, a fraction above"
                 f" limits.max_quarantine_fraction = {max_fraction}; top reasons: {top}.",
                 where,
-                "Read the quarantine files there, correct the input or raise the limit; what was"
-                " committed is kept.",
+                "Correct the input or raise the limit. A run's quarantine files name each refused"
+                " row and why; what was committed is kept.",
             )

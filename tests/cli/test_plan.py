@@ -302,3 +302,16 @@ def test_plan_downloads_no_weights(config_file, hub):
     assert "model.safetensors" in hub.fetched and len(hub.fetched) == len({*hub.fetched}), (
         "nothing came twice"
     )
+
+
+def test_plan_refuses_too_many_bad_rows(command, config_file, tmp_path):
+    """30 of 70 rows are empty conversations; then the limit is a half."""
+    mixed = tmp_path / "mixed.jsonl"
+    rows = [f'{{"prompt": "Where is clock {number}?"}}' for number in range(40)]
+    mixed.write_text("\n".join(rows + ['{"conversations": []}'] * 30))
+    words = ("plan", config_file, f"seeds.sources={mixed}")
+    ended = command(*words)
+    assert ended.code == 3
+    paragraph = one_paragraph(ended.err)
+    assert "30 of 70 rows were refused" in paragraph and "(seeds.sources)" in paragraph
+    assert command(*words, "limits.max_quarantine_fraction=0.5").code == 0

@@ -128,7 +128,7 @@ def test_an_error_for_the_user_ends_the_stage_at_once(go):
 
 def test_too_much_quarantine_ends_the_stage_and_keeps_the_shards(go):
     for _ in range(2):
-        with pytest.raises(DataError, match=r"copy refused 9 of 30 rows.*empty 9") as caught:
+        with pytest.raises(DataError, match=r"9 of 30 rows were refused.*empty 9") as caught:
             go(refuse=3)
     assert caught.value.exit_code == 3 and sorted(go.stage.receipts()) == [0, 1, 2]
     assert go({"max_quarantine_fraction": 0.3}, refuse=3)["rows"] == 21

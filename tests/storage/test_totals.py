@@ -22,7 +22,7 @@ def totals(rows: int, **reasons: int) -> StageTotals:
 
 def refuses(found: StageTotals, limit: float, *, final: bool) -> bool:
     try:
-        found.check_quarantine("seeds", "", limit, final=final)
+        found.check_quarantine("", limit, final=final)
     except DataError:
         return True
     return False
