@@ -66,7 +66,7 @@ def check_placements(run: ResolvedRun) -> None:
 def check_heads(run: ResolvedRun) -> None:
     """Raise ConfigError if an export format cannot store the heads.
 
-    It is raised too if the check cannot read the first format.
+    Also raise it if the check cannot read the first format.
     """
     check_formats(run.kind, run.shape, run.config.export.formats)
 
@@ -74,8 +74,8 @@ def check_heads(run: ResolvedRun) -> None:
 def check_tree(run: ResolvedRun) -> None:
     """Raise ConfigError if the heads cannot propose the tree or the chain of draft tokens.
 
-    It is raised too if the tree is invalid or its file cannot be read. Of the drafts that the check
-    compares with, raise what `require_methods` raises.
+    Also raise it if the tree is invalid or its file cannot be read, and what `require_methods`
+    raises for the drafts that the check compares with.
     """
     settings = run.config.calibrate
     most_by_key = {"depth": run.shape.max_depth, "draft_tokens": run.max_draft_tokens}
@@ -152,7 +152,7 @@ def check_models(run: ResolvedRun) -> None:
 def check_target(run: ResolvedRun) -> None:
     """Raise ConfigError if the target's vocabulary or context is too small for the settings.
 
-    It is raised too if the check uses vLLM, and vLLM cannot serve the heads.
+    Also raise it if the check uses vLLM, and vLLM cannot serve the heads.
     """
     if TARGET not in run.models:
         return  # seeds alone need no target
