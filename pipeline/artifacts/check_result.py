@@ -160,16 +160,14 @@ class ServedMethod(Baseline):
 
 @result
 class ServingChoice:
-    """The method to serve in vLLM with `requests` at once; `plain` is decoding without drafts.
+    """The fastest method in vLLM with `requests` at once; `plain` is decoding without drafts.
 
     Attributes:
         speedup: Its tokens per second over those of plain decoding.
         second: The fastest of the other methods.
-        margin: The share by which it is faster than the second, which is below 0 if the
-            second is not certainly faster than plain decoding; None if the second has no request
+        margin: The share by which it is faster than the second; None if the second has no request
             within `check.slo`.
-        is_beyond_scatter: Whether all of its repeats are faster than those of the second; None
-            with one repeat.
+        is_beyond_scatter: Whether all of its repeats are faster than those of the second.
     """
 
     requests: int
@@ -177,12 +175,12 @@ class ServingChoice:
     speedup: float
     second: str
     margin: float | None = None
-    is_beyond_scatter: bool | None = None
+    is_beyond_scatter: bool = True
 
 
 @result
 class ServingAdvice:
-    """A sentence that says what to serve at a range of loads, and the command for it."""
+    """A sentence that says what to serve at some loads, and the command for it."""
 
     loads: str  # in words
     text: str
@@ -274,8 +272,8 @@ class VllmFigures(EngineFigures):
     loads: list[LoadRow] | None = None  # of all methods, with one prompt and all prompts at once
     failed_loads: dict[str, str] | None = None  # why a method has no rows in the study `load`
     choices: list[ServingChoice] | None = None
-    disturbed_loads: list[int] | None = None  # loads without a choice, see `serving_choices`
-    advice: list[ServingAdvice] | None = None  # the choices in words
+    disturbed_loads: list[int] | None = None  # loads without a choice, see `disturbed_loads`
+    advice: list[ServingAdvice] | None = None  # what to serve, judged over all loads
     accepted_per_position: list[float] | None = None
     same_text_acceleration_rate: float | None = None  # replayed on native answers
     expected_acceleration_rate: float | None = None

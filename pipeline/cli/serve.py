@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import socket
 import sys
 import tempfile
-import time
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +37,10 @@ def serve(
         ),
     ] = None,
     plain: Annotated[bool, Option("--plain", help="Serve the target without the heads.")] = False,
+    draft_tokens: Annotated[
+        int | None,
+        Option(min=1, help="Tokens that the heads draft in a step. Default: those of the export."),
+    ] = None,
     base_model: Annotated[
         str | None,
         Option(
@@ -69,7 +71,9 @@ def serve(
         server_flags,
     )
 
-    arguments = server_arguments(source, base_model, given, gpus=gpus, plain=plain)
+    arguments = server_arguments(
+        source, base_model, given, gpus=gpus, plain=plain, draft_tokens=draft_tokens
+    )
     _require_free_port(host, port)
     flags = [*server_flags(arguments), *vllm_args]
     address = Address(host, port)
@@ -78,16 +82,11 @@ def serve(
     console.print(shlex.join(command), markup=False)
     number, path = tempfile.mkstemp(prefix="medusa-distill-serve-", suffix=".log")
     fix = f"Its output is in {path}. Further arguments of vLLM come after --."
-    with open(number, "w+", errors="replace") as log, console.status("vLLM starts") as status:
-        started = time.monotonic()
-
-        def show_seconds() -> None:
-            """Show how long the start has taken."""
-            status.update(f"vLLM starts, {time.monotonic() - started:.0f} s")
-
+    starting = console.status("vLLM starts, which takes half a minute or more")
+    with open(number, "w+", errors="replace") as log, starting:
         try:
-            with running_server(address, flags, log, WHERE, fix, show_seconds) as process:
-                status.stop()
+            with running_server(address, flags, log, WHERE, fix) as process:
+                starting.stop()
                 console.print(
                     f"[green]✓[/] {arguments['served_model_name']} at {address.url}/v1, log in"
                     f" {path}; Ctrl-C ends it"
@@ -106,6 +105,7 @@ def server_arguments(
     *,
     gpus: int | None = None,
     plain: bool = False,
+    draft_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's server for an export.
 
@@ -115,6 +115,7 @@ def server_arguments(
         given: Settings of the target, which override those of the run.
         gpus: The number of GPUs; None for one if there is one, else 0.
         plain: Whether to serve the target without the heads.
+        draft_tokens: The number of tokens that the heads draft; None for that of the export.
 
     Raises:
         ConfigError: vLLM cannot serve these heads, or not the target with these settings.
@@ -140,7 +141,7 @@ def server_arguments(
         raise ConfigError(
             refusal, str(export), "Use `medusa-distill chat`, which decodes natively."
         )
-    drafting = {} if plain else layout.engine_args(export, target)
+    drafting = {} if plain else layout.engine_args(export, target, draft_tokens)
     arguments = serving_arguments(spec, drafting, gpus)
     arguments["chat_template"] = config.chat_template
     arguments["default_chat_template_kwargs"] = config.template_arguments or None
@@ -169,9 +170,8 @@ def _require_free_port(host: str, port: int) -> None:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tried.bind((host, port))
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
         raise EnvironmentFault(
-            f"Nothing can listen on {host}:{port}: {reason}.",
+            f"Nothing can listen on {host}:{port}: {error.strerror or error}.",
             "--port",
             "End what listens there, or choose another port.",
         ) from error

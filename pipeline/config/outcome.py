@@ -192,7 +192,8 @@ class CheckConfig(Section):
         ("native", "vllm"), description="Engines in which the export is decoded.", min_length=1
     )
     repeats: PositiveInt = Field(
-        3, description="Timed repetitions, of which the medians are reported."
+        3,
+        description="Timed repetitions. The median is reported; in the study `load`, the fastest.",
     )
     baselines: tuple[BaselineName, ...] = Field(
         ("generate", "prompt-lookup"),

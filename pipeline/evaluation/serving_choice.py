@@ -1,19 +1,24 @@
-"""Choice of what to serve: the fastest of vLLM's methods at each load, plain decoding included.
+"""Choice of what to serve: one of vLLM's methods up to a number of requests, plain decoding above.
 
-A method's speed counts as far as its requests are within `check.slo`. Methods are measured one
-after another, so other work on the machine may slow one of them and not the next. A step that
-drafts does more work than a plain step, so a method's speedup over plain decoding is at most its
-acceleration rate. Loads at which a method exceeds this are disturbed, and have no choice.
-A method whose greedy text is not the target's is never chosen.
+Drafting pays less the more requests there are, so loads are judged together and not one by one. A
+method's gain at a load counts as far as it is certain: its slowest repeat over the fastest one of
+plain decoding. A method is served up to the load up to which its gains have the largest product.
+The heads as they are exported are preferred if their gains are certain there and no other method is
+certainly faster. A speed counts as far as its requests are within `check.slo`.
+
+Methods are measured one after another, so other work on the machine may slow one of them and not
+the next. A step that drafts does more work than a plain step, so a method's speedup over plain
+decoding is at most its acceleration rate. Loads at which a method exceeds this are disturbed, and
+are not judged. A method whose greedy text is not the target's is never chosen.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any, NamedTuple
 
 from pipeline.artifacts.check_result import (
@@ -28,6 +33,7 @@ from pipeline.artifacts.check_result import (
 from pipeline.formatting import times
 from pipeline.report.facts import DISTURBED
 
+LEAST = 1e-9  # tokens per second, instead of none
 ONE_SERVER = "One server for all of these"
 
 
@@ -37,7 +43,11 @@ class Speed(NamedTuple):
     method: str
     tokens_per_second: float
     useful: float
-    spread: list[float] | None
+    slowest: float
+    fastest: float
+
+
+Speeds = dict[str, Speed]  # at one load, by method; plain decoding is one of them
 
 
 def disturbed_loads(rows: Sequence[LoadRow], methods: Sequence[ServedMethod]) -> list[int]:
@@ -56,35 +66,24 @@ def inexact_methods(methods: Sequence[ServedMethod]) -> set[str]:
     return {each.name for each in methods if each.greedy_match and each.greedy_match.differing}
 
 
-def serving_choices(rows: Sequence[LoadRow]) -> list[ServingChoice]:
-    """Return the fastest method at each load at which any has a request within `check.slo`.
+def speeds_by_load(rows: Sequence[LoadRow]) -> dict[int, Speeds]:
+    """Return the speeds at each load at which any method has a request within `check.slo`.
 
-    Only methods that are faster than plain decoding beyond the scatter of the repeats are chosen,
-    as far as that is known; without one, the choice is plain decoding. `rows` are those of all
-    methods at all loads that are not disturbed.
+    Loads ascend, and at each the method of the first row comes first. `rows` are those of all
+    methods at all loads that are judged.
     """
-    by_load: dict[int, list[LoadRow]] = {}
-    for row in rows:
-        by_load.setdefault(row.requests, []).append(row)
-    choices = []
-    for requests, of_load in sorted(by_load.items()):
-        plain = _plain_speed(of_load[0])
-        speeds = [plain, *map(_own_speed, of_load)]
-        if any(speed.useful for speed in speeds):
-            choices.append(_choice(requests, plain, speeds))
-    return choices
-
-
-def _plain_speed(row: LoadRow) -> Speed:
-    """Return the speed of plain decoding at the load of a row."""
-    return _speed(
-        PLAIN, row.baseline_tokens_per_second, row.baseline_within_slo, row.baseline_range
-    )
-
-
-def _own_speed(row: LoadRow) -> Speed:
-    """Return the speed of a row's method."""
-    return _speed(row.method, row.tokens_per_second, row.within_slo, row.range)
+    found: dict[int, Speeds] = {}
+    for row in sorted(rows, key=lambda row: row.requests):
+        speeds = found.setdefault(row.requests, {})
+        speeds[row.method] = _speed(row.method, row.tokens_per_second, row.within_slo, row.range)
+        speeds[PLAIN] = _speed(
+            PLAIN, row.baseline_tokens_per_second, row.baseline_within_slo, row.baseline_range
+        )
+    return {
+        load: speeds
+        for load, speeds in found.items()
+        if any(speed.useful for speed in speeds.values())
+    }
 
 
 def _speed(
@@ -93,72 +92,88 @@ def _speed(
     within_slo: float | None,
     spread: list[float] | None,
 ) -> Speed:
-    """Return a method's speed at one load; without limits all of its tokens are useful."""
+    """Return a method's speed at one load; without limits all of its tokens are useful.
+
+    With one repeat, it is the slowest and the fastest.
+    """
     speed = tokens_per_second or 0.0
     share = 1.0 if within_slo is None else within_slo
-    if spread is not None:
-        spread = [share * each for each in spread]
-    return Speed(method, speed, share * speed, spread)
+    slowest, fastest = spread or (speed, speed)
+    return Speed(method, speed, share * speed, share * slowest, share * fastest)
 
 
-def _choice(requests: int, plain: Speed, speeds: Sequence[Speed]) -> ServingChoice:
-    """Return the choice of one load, given plain decoding's speed and all speeds."""
-    ranked = sorted(speeds, key=lambda speed: -speed.useful)
-    candidates = []  # faster than plain decoding, as far as is known
-    for speed in ranked[: ranked.index(plain)]:
-        if _is_beyond(speed, plain) is not False:
-            candidates.append(speed)
-    best, *_ = [*candidates, plain]
-    second, *_ = [speed for speed in ranked if speed is not best]
+def serving_choice(requests: int, speeds: Speeds) -> ServingChoice:
+    """Return the fastest method at one load, and the second."""
+    best, second, *_ = sorted(speeds.values(), key=lambda speed: -speed.useful)
     margin = None
     if second.useful:
         margin = round(best.useful / second.useful - 1, 4)
     return ServingChoice(
         requests=requests,
         method=best.method,
-        speedup=round(_speedup(best, plain), 4),
+        speedup=round(_speedup(speeds, best.method), 4),
         second=second.method,
         margin=margin,
-        is_beyond_scatter=_is_beyond(best, second),
+        is_beyond_scatter=best.slowest > second.fastest,
     )
 
 
-def _speedup(speed: Speed, plain: Speed) -> float:
+def _speedup(speeds: Speeds, method: str) -> float:
     """Return the speedup over plain decoding: that of useful tokens, if plain decoding has any."""
+    own, plain = speeds[method], speeds[PLAIN]
     if plain.useful:
-        return speed.useful / plain.useful
-    return speed.tokens_per_second / plain.tokens_per_second
+        return own.useful / plain.useful
+    return own.tokens_per_second / plain.tokens_per_second
 
 
-def _is_beyond(faster: Speed, slower: Speed) -> bool | None:
-    """Return whether all repeats of one are faster than those of the other; None for one repeat."""
-    if faster.spread is None or slower.spread is None:
-        return None
-    return faster.spread[0] > slower.spread[1]
+def certain_gain(loads: Sequence[Speeds], method: str, other: str = PLAIN) -> float:
+    """Return how much faster a method is for certain than another: a logarithm, summed over loads.
+
+    At each load the method's slowest repeat is compared with the other's fastest.
+    """
+    gain = 0.0
+    for speeds in loads:
+        slowest, fastest = speeds[method].slowest, speeds[other].fastest
+        gain += math.log(max(slowest, LEAST) / max(fastest, LEAST))
+    return gain
+
+
+def best_method(loads: Sequence[Speeds]) -> tuple[str, int]:
+    """Return the method to serve, and at how many of the ascending loads.
+
+    If no method is certainly faster than plain decoding, the result is the first method and 0.
+    """
+    gains = {}
+    for method in loads[0]:
+        for number in range(len(loads) + 1):
+            gains[method, number] = certain_gain(loads[:number], method)
+    method, number = max(gains, key=lambda choice: gains[choice])
+    if gains.get((HEADS, number), 0.0) > 0 and certain_gain(loads[:number], method, HEADS) <= 0:
+        method = HEADS
+    return method, number
 
 
 def serving_advice(
-    choices: Sequence[ServingChoice], methods: Sequence[ServedMethod]
+    by_load: Mapping[int, Speeds], methods: Sequence[ServedMethod]
 ) -> list[ServingAdvice]:
-    """Say in a sentence what to serve, and the command for it, for each chosen method."""
-    chosen: dict[str, list[ServingChoice]] = {}
-    for choice in choices:
-        chosen.setdefault(choice.method, []).append(choice)
-    advice = []
-    for method, of_method in chosen.items():
-        loads = _named([choice.requests for choice in of_method])
-        verdict = _verdict(method, of_method)
-        advice.append(_advice(loads, verdict, method, methods))
-    return advice
-
-
-def _advice(
-    loads: str, verdict: str, method: str, methods: Sequence[ServedMethod]
-) -> ServingAdvice:
-    """Return the advice to serve a method at the named loads."""
+    """Return what to serve at the loads, and with one server for all, in words and as commands."""
     configs = {each.name: each.speculative_config for each in methods}
-    command = _command(method, configs.get(method))
-    return ServingAdvice(loads=loads, text=f"{loads}: {verdict}.", command=command)
+    names, loads = list(by_load), list(by_load.values())
+    method, number = best_method(loads)
+    parts = [(_named(names[:number]), loads[:number], True)] if number else []
+    if number < len(loads):
+        parts.append((_named(names[number:]), loads[number:], False))
+    if len(parts) > 1:
+        parts.append((ONE_SERVER, loads, certain_gain(loads, method) > 0))
+    advice = []
+    for label, part, pays in parts:
+        gain = _gain(part, method)
+        verdict = f"{method}, {gain}" if pays else f"none, no gain is certain ({method}: {gain})"
+        command = _command(method if pays else PLAIN, configs.get(method))
+        advice.append(
+            ServingAdvice(loads=label, text=f"{label}: serve {verdict}.", command=command)
+        )
+    return advice
 
 
 def _named(loads: Sequence[int]) -> str:
@@ -169,40 +184,13 @@ def _named(loads: Sequence[int]) -> str:
     return f"{last} at a time"
 
 
-def _verdict(method: str, choices: Sequence[ServingChoice]) -> str:
-    """Say what to serve at these loads, and by how much it is faster than plain decoding."""
-    if method != PLAIN:
-        return f"serve {method}, {_range([choice.speedup for choice in choices])} plain vLLM"
-    verdict = "serve none, since no method is faster than plain vLLM"
-    if choices[0].is_beyond_scatter is not None:
-        verdict += " beyond the scatter of the repeats"
-    margins = [(choice.margin, choice.second) for choice in choices if choice.margin is not None]
-    if margins:
-        margin, second = min(margins)
-        verdict += f" ({second} came to {times(1 / (1 + margin))})"
-    return verdict
-
-
-def _range(speedups: Sequence[float]) -> str:
-    """Format speedups: `1.29x`, `1.22x to 1.29x`."""
-    lowest, highest = times(min(speedups)), times(max(speedups))
-    return lowest if lowest == highest else f"{lowest} to {highest}"
-
-
-def one_server(rows: Sequence[LoadRow], methods: Sequence[ServedMethod]) -> ServingAdvice:
-    """Say what to serve if one server has all loads: the method of the highest mean speedup.
-
-    It is the geometric mean over the loads. `rows` are as in `serving_choices`.
-    """
-    speedups: dict[str, list[float]] = {}
-    for row in rows:
-        speedups.setdefault(row.method, []).append(_speedup(_own_speed(row), _plain_speed(row)))
-    means = {method: prod(of_all) ** (1 / len(of_all)) for method, of_all in speedups.items()}
-    best = max(means, key=lambda method: means[method])
-    gain = f"{times(means[best])} plain vLLM in the geometric mean, {_range(speedups[best])}"
-    if means[best] > 1:
-        return _advice(ONE_SERVER, f"serve {best}, {gain}", best, methods)
-    return _advice(ONE_SERVER, f"serve none, since {best} comes to {gain}", PLAIN, methods)
+def _gain(loads: Sequence[Speeds], method: str) -> str:
+    """Format a method's speedups at some loads: their geometric mean, and from which to which."""
+    speedups = [_speedup(speeds, method) for speeds in loads]
+    gain = f"{times(math.prod(speedups) ** (1 / len(loads)))} plain vLLM"
+    if len(loads) > 1:
+        gain += f" in the geometric mean, {times(min(speedups))} to {times(max(speedups))}"
+    return gain
 
 
 def _command(method: str, config: Mapping[str, Any] | None) -> str:
@@ -213,8 +201,7 @@ def _command(method: str, config: Mapping[str, Any] | None) -> str:
     if method == PLAIN or config is None:
         return f"{serve} --plain"
     if method.startswith(HEADS):
-        number = config["num_speculative_tokens"]
-        return f"medusa-distill run RUN_DIR calibrate.draft_tokens={number} && {serve}"
+        return f"{serve} --draft-tokens {config['num_speculative_tokens']}"
     return f"{serve} --plain -- --speculative-config {shlex.quote(json.dumps(config))}"
 
 
@@ -227,10 +214,9 @@ def with_choices(figures: VllmFigures, rows: Sequence[LoadRow]) -> VllmFigures:
     for row in rows:
         if row.requests not in disturbed and row.method not in inexact:
             judged.append(row)
-    choices = serving_choices(judged)
-    advice = serving_advice(choices, methods)
-    if len(advice) > 1:
-        advice.append(one_server(judged, methods))
+    by_load = speeds_by_load(judged)
+    choices = [serving_choice(requests, speeds) for requests, speeds in by_load.items()]
+    advice = serving_advice(by_load, methods) if by_load else []
     if disturbed:
         loads = _named(disturbed)
         text = (

@@ -108,18 +108,22 @@ class ExportLayout:
             }
         return with_base_model(content, self.base_model_name_or_path)
 
-    def engine_args(self, directory: str | os.PathLike[str], target: str) -> Content:
+    def engine_args(
+        self, directory: str | os.PathLike[str], target: str, draft_tokens: int | None = None
+    ) -> Content:
         """Return vLLM's arguments to serve a target with the export in `directory`.
 
         If the export names this target, the only argument is `model`, the export's directory.
         Otherwise (one of the two was moved, or the heads are served with another model) it is
-        `speculative_config`, and the caller adds the target as `model`.
+        `speculative_config`, and the caller adds the target as `model`. So it is with another
+        number of `draft_tokens` than the export's.
         """
         export = str(Path(directory).resolve())
         named = Path(self.base_model_name_or_path)
-        if named.resolve() == Path(target).resolve():
+        if named.resolve() == Path(target).resolve() and draft_tokens is None:
             return {"model": export}
-        config = self.kind.speculative_config(export, self.num_speculative_tokens)
+        number = draft_tokens or self.num_speculative_tokens
+        config = self.kind.speculative_config(export, number)
         return {"speculative_config": config}
 
 

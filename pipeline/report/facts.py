@@ -99,10 +99,13 @@ def check_outcome(report: Report) -> Outcome:
 
 
 def speed_outcomes(report: Report) -> list[Outcome]:
-    """Return what the heads gain in each engine whose speedup is known and not disturbed."""
+    """Return what the heads gain in each engine whose speedup is known and not disturbed.
+
+    That in vLLM is left out if the study `load` measured its server.
+    """
     outcomes = []
     engines: dict[str, EngineFigures | None] = {"natively": report.native}
-    if report.vllm:
+    if report.vllm and not report.studies.load:  # which says more
         number = count(report.vllm.greedy_match.sequences)
         engines[f"in vLLM, {number} prompts at once"] = report.vllm
     for name, engine in engines.items():

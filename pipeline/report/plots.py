@@ -96,7 +96,7 @@ def _render_svg(axes: Axes, name: str) -> str:
     figure = axes.get_figure(root=True)
     assert figure
     if axes.get_legend_handles_labels()[1]:
-        figure.legend(loc="outside upper center", ncols=4)
+        figure.legend(loc="outside upper center", ncols=3)
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(buffer, format="svg", metadata=nothing)

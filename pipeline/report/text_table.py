@@ -32,6 +32,7 @@ class Table:
     empty: str = NOT_RUN
     words: tuple[int, ...] = (0,)  # text columns; the others are numbers, aligned to the right
     rows: list[tuple[str, ...]] = field(default_factory=list)
+    points: list[str] = field(default_factory=list)  # a list above the note
     commands: list[str] = field(default_factory=list)  # shown below the table, to be copied
 
     def add(self, *cells: str) -> None:
@@ -52,6 +53,8 @@ def markdown_section(table: Table) -> str:
     heading = f"## {table.title}\n\n"
     if not table.rows:
         return f"{heading}{table.empty.capitalize()}."
+    if table.points:
+        heading += "\n".join(f"- {escaped(point)}" for point in table.points) + "\n\n"
     if table.note:
         heading += f"{escaped(table.note)}\n\n"
     section = heading + markdown_table(table)
@@ -95,6 +98,8 @@ def print_tables(tables: Iterable[Table], console: Console) -> None:
             print_text(f"{table.title}: {table.empty}", console, "bold")
             continue
         print_text(f"{table.title}  {table.note}".strip(), console, "bold")
+        for point in table.points:
+            print_text(f"- {point}", console, "")
         width = min(console.width, MAX_WIDTH)
         console.print(_rich_table(table), width=width, highlight=False)
 

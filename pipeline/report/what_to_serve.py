@@ -18,7 +18,7 @@ from pipeline.report.text_table import Table
 
 
 def what_to_serve_table(report: Report) -> Table:
-    """Build the report's table of vLLM's methods by load, the one to serve marked at each.
+    """Build the report's table of vLLM's methods by load, the fastest marked at each.
 
     Commands are of the report's run; a report without one has none.
     """
@@ -28,7 +28,8 @@ def what_to_serve_table(report: Report) -> Table:
         return table
     choices = {choice.requests: choice for choice in vllm.choices or []}
     advice = vllm.advice or []
-    table.note = " ".join([*(each.text for each in advice), *_remarks(report, vllm)])
+    table.points = [each.text for each in advice]
+    table.note = " ".join(_remarks(report, vllm))
     if report.run:
         table.commands = commands(advice)
     plain = [PLAIN, ratio(1.0), UNKNOWN]
@@ -41,7 +42,7 @@ def what_to_serve_table(report: Report) -> Table:
         choice = choices.get(row.requests)
         best = choice.method if choice else None
         if row.method == HEADS:
-            table.columns.append(f"tokens/s, {count(row.requests)} at a time")
+            table.columns.append(f"tokens/s at {count(row.requests)}")
             is_disturbed = row.requests in (vllm.disturbed_loads or [])
             margins.append("disturbed" if is_disturbed else _margin(choice))
             speed = _speed(row.baseline_tokens_per_second, row.baseline_within_slo)
@@ -60,7 +61,8 @@ def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
     """Return the sentences below the verdicts: what the columns mean, and what is missing."""
     measured = "of vLLM's server" if report.studies.load else "of vLLM without a server"
     remarks = [
-        f"Tokens/s are those {measured} on the check's prompts, and depend on the text."
+        f"Tokens/s are those {measured} at so many requests at a time, on the check's prompts,"
+        " and depend on the text."
         " Per step: tokens kept per forward of the target."
         " Identical: greedy answers equal to plain vLLM's. Tie: within the scatter of the"
         " repeats, which one repeat does not show. Native speeds are in the tables below."
@@ -86,17 +88,17 @@ def commands(advice: Sequence[ServingAdvice]) -> list[str]:
 
 
 def _margin(choice: ServingChoice | None) -> str:
-    """Format by how much the chosen method is faster than the next, or that the two tie."""
+    """Format by how much the fastest method is faster than the next, or that the two tie."""
     if choice is None or choice.margin is None:
         return UNKNOWN
-    if choice.is_beyond_scatter is False:
+    if not choice.is_beyond_scatter:
         return f"tie with {choice.second}"
     return f"{percent(choice.margin)} over {choice.second}"
 
 
 def _marked(speed: str, is_best: bool) -> str:
-    """Mark the speed of the method to serve."""
-    return f"{speed} (serve)" if is_best else speed
+    """Mark the speed of the fastest method."""
+    return f"{speed} (fastest)" if is_best else speed
 
 
 def _speed(tokens_per_second: float | None, within_slo: float | None) -> str:

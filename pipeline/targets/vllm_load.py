@@ -38,7 +38,8 @@ class LoadTask(DecodeTask):
     A level is a number of concurrent requests. Prompts repeat in order until there are at least
     `ROUNDS` requests per concurrent request. A pass measures all levels one after another, and
     there are `repeats` passes. So other work on the machine disturbs one pass of several levels
-    rather than all passes of one level. The result of a level is the pass with the median duration.
+    rather than all passes of one level. The result of a level is its fastest pass, because other
+    work can only slow a pass.
     """
 
     levels: Sequence[int] = ()
@@ -94,7 +95,7 @@ def serve_under_load(
 def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
     """Start a vLLM server, and measure it at each load level of the task.
 
-    The figures of a level are those of the pass with the median duration.
+    The figures of a level are those of its fastest pass.
     """
     import_vllm()
     side = f"server of {task.name}"
@@ -113,10 +114,9 @@ def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
             passes[level].append(asyncio.run(_benchmark_server(address, requests, level, eos)))
     rows = []
     for of_level in passes.values():
-        by_length = sorted(of_level, key=lambda figures: figures.seconds)
-        median = by_length[(len(by_length) - 1) // 2]
-        speeds = [figures.num_tokens / figures.seconds for figures in by_length]
-        rows.append(replace(median, speeds=speeds))
+        fastest = min(of_level, key=lambda figures: figures.seconds)
+        speeds = [figures.num_tokens / figures.seconds for figures in of_level]
+        rows.append(replace(fastest, speeds=speeds))
     return rows
 
 

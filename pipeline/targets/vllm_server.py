@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple
 
 from pipeline.errors import EnvironmentFault
@@ -30,7 +30,7 @@ LOOPBACK = "127.0.0.1"
 SECONDS_BETWEEN_CHECKS = 0.2
 STOPS_WITHIN = 8.0  # seconds
 SERVER = "vllm.entrypoints.openai.api_server"  # `vllm serve` fails in the CPU build
-RAISED = re.compile(r"\b[A-Z]\w*(?:Error|Exception): (.+)")
+RAISED = re.compile(r"(?<![\w`])[A-Z]\w*(?:Error|Exception): (.+)")
 REFUSED = re.compile(
     r"(?:\b(?:Value error|Assertion failed), |\.py: error: )(.+?)(?: \[type=|$)", re.MULTILINE
 )
@@ -63,7 +63,6 @@ def running_server(
     log: IO[str],
     where: str,
     fix: str,
-    waiting: Callable[[], None] = lambda: None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Context manager: run a vLLM server, and yield its process when it is ready.
 
@@ -72,7 +71,6 @@ def running_server(
         flags: Its further command-line flags, see `server_flags`.
         log: The open file that gets its output.
         where, fix: Those of the error.
-        waiting: Called several times a second until it is ready.
 
     Raises:
         EnvironmentFault: The server cannot start.
@@ -97,7 +95,6 @@ def running_server(
                         where,
                         fix,
                     )
-                waiting()
                 time.sleep(SECONDS_BETWEEN_CHECKS)
             yield process
         finally:

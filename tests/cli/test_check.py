@@ -164,5 +164,5 @@ def test_heads_with_attention_are_served_by_vllm_only(checked, tmp_path, monkeyp
     served = checked(tmp_path, "--draft-tokens", 3, engine="vllm", prompts=questions)
     assert served.code == 0 and "an EAGLE-1 model with attention" in served.out
     assert asked == [{"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 3}]
-    assert 0 < served.out.index("What to serve  Serve heads.") < served.out.index("Check  ")
+    assert 0 < served.out.index("- Serve heads.") < served.out.index("Check  ")
     assert "RUN_DIR" not in served.out

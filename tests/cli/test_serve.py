@@ -124,6 +124,13 @@ def test_plain_serving_takes_the_target_alone(finished_run):
     settings = yaml.safe_load((finished_run.path / "run.yaml").read_text())
     assert plain["model"] == settings["target"]["model"] != with_heads["model"]
     assert "speculative_config" not in plain
+    drafting = server_arguments(finished_run.path, None, {}, gpus=0, draft_tokens=2)
+    assert drafting["model"] == plain["model"]
+    assert drafting["speculative_config"] == {
+        "method": "medusa",
+        "model": with_heads["model"],
+        "num_speculative_tokens": 2,
+    }
 
 
 @pytest.mark.parametrize(

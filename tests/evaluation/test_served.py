@@ -157,7 +157,7 @@ def test_all_servers_are_asked_alike(tiny_target, monkeypatch):
         for level in tasks[0].levels:
             found = measured(level, seconds=1.0, num_tokens=100)
             plain.append(replace(found, speeds=[100.0]))
-        again = [replace(level, speeds=[50.0]) for level in plain]
+        again = [replace(level, seconds=0.5, speeds=[200.0]) for level in plain]
         return plain, plain, "It died.", again
 
     asked: list[LoadTask] = []
@@ -173,7 +173,8 @@ def test_all_servers_are_asked_alike(tiny_target, monkeypatch):
     assert [row.requests for row in found] == [1, 2, 4, 8, 16, 32, 64]
     assert {row.method for row in found} == {"heads"} and failed == {"ngram": "It died."}
     assert (asked[-1].name, asked[-1].repeats) == ("plain vLLM again", 1) and asked[-1].optional
-    assert {tuple(row.baseline_range) for row in found} == {(50.0, 100.0)}
+    assert {tuple(row.baseline_range) for row in found} == {(100.0, 200.0)}
+    assert {row.baseline_tokens_per_second for row in found} == {200.0}, "of the faster server"
 
 
 def test_a_row_has_the_range_of_several_passes():

@@ -220,5 +220,5 @@ def test_the_fastest_method_at_each_load_is_marked():
     }
     card = card_of(with_check(vllm=served))
     rows = table_under(card, "Results")
-    assert ["plain", "1.00", "-", "100"] in rows and ["heads", "2.00", "-", "150 (serve)"] in rows
+    assert ["plain", "1.00", "-", "100"] in rows and ["heads", "2.00", "-", "150 (fastest)"] in rows
     assert "drafts that cost no training" not in card_of()

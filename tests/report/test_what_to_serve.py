@@ -70,12 +70,13 @@ def test_the_fastest_of_each_load_is_marked():
     rows = {row[0]: row for row in table.rows}
     assert list(rows) == ["plain", "heads", "heads, 5", "ngram", "margin over the next"]
     assert rows["margin over the next"][3:] == ("25.0% over ngram", "-")
-    assert [cell.endswith("(serve)") for cell in rows["plain"][3:]] == [False, True]
-    assert [cell.endswith("(serve)") for cell in rows["heads"][3:]] == [True, False]
-    assert not any("(serve)" in cell for cell in rows["ngram"])
-    assert table.note.startswith("Serve it. ") and "RUN_DIR is this run's directory." in table.note
+    assert [cell.endswith("(fastest)") for cell in rows["plain"][3:]] == [False, True]
+    assert [cell.endswith("(fastest)") for cell in rows["heads"][3:]] == [True, False]
+    assert not any("(fastest)" in cell for cell in rows["ngram"])
+    assert table.points == ["Serve it."] and "RUN_DIR is this run's directory." in table.note
     assert "suffix failed: broken. suffix failed under load: too slow." in table.note
     section = markdown_section(table)
+    assert section.startswith("## What to serve\n\n- Serve it.\n\nTokens/s are")
     assert section.endswith("\n\n```bash\nmedusa-distill serve RUN_DIR  # 1 and 32 at a time\n```")
     assert what_to_serve_table(Report()).rows == []
     tie = ServingChoice(

@@ -12,7 +12,7 @@ from pipeline.targets import vllm_load
 from pipeline.targets.vllm_load import LoadFigures, LoadTask, serve_under_load
 
 
-def test_loads_take_turns_and_the_median_pass_counts(random_target, monkeypatch):
+def test_loads_take_turns_and_the_fastest_pass_counts(random_target, monkeypatch):
     """Other work disturbs the second pass, which does not count."""
     asked, reports = [], []
 
@@ -27,8 +27,8 @@ def test_loads_take_turns_and_the_median_pass_counts(random_target, monkeypatch)
     task = LoadTask(random_target, [[1, 2], [3]], 9, repeats=3, levels=[1, 4])
     rows = vllm_load.measure_server(task, lambda **progress: reports.append(progress))
     assert asked == [(1, 2), (4, 8)] * 3
-    assert [(row.requests, row.seconds) for row in rows] == [(1, 3.0), (4, 6.0)]
-    assert rows[0].speeds == [9 / 2, 9 / 3, 9 / 90]
+    assert [(row.requests, row.seconds) for row in rows] == [(1, 2.0), (4, 2.0)]
+    assert rows[0].speeds == [9 / 2, 9 / 90, 9 / 3]
     assert [each["done"] for each in reports[1:]] == [0, 1, 2, 3, 4, 5]
 
 

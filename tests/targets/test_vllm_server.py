@@ -72,7 +72,7 @@ def test_a_server_answers_on_the_loopback_until_the_block_ends():
 
 
 def test_the_reason_of_a_failure_is_its_first_exception():
-    output = """INFO starts
+    output = """WARNING This can cause errors like `OSError: [Errno 24] Too many open files`. Raise
 (Worker pid=7) ERROR [core.py:10] ValueError: Available memory (2 GiB) is less than requested.
 Traceback (most recent call last):
 RuntimeError: Engine core initialization failed. See root cause above."""
