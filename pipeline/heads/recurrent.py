@@ -74,7 +74,7 @@ class RecurrentHeads(Heads):
     Shape = RecurrentShape
     version = 2
     title = "Recurrent heads"
-    units = "draft steps"
+    units = "draft steps in training"
     lr_scale = 0.75  # measured: docs/recipes-compared.md
     batch_scale = 0.25  # measured: docs/recipes-compared.md
     vllm_method = "eagle"

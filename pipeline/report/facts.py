@@ -34,6 +34,7 @@ SAME_TEXT_GAP = 0.1  # as a share of the gain over plain decoding
 DISTURBED = 1.1  # a speedup over this many acceleration rates is due to other load
 NOTABLE_GAP = 3  # standard errors between the expected acceleration rate and the measured one
 ENOUGH_PROMPTS = 16  # decoded by the check
+MANY_SEEN = 0.25  # share of the check's answers that are in the training text as well
 ROUGH = 0.2  # standard error of an expected rate, as a share of the rate
 ENOUGH_COVERAGE = 0.9  # share of held-out text in the draft vocabulary
 NATIVE_FIGURES = (
@@ -325,8 +326,13 @@ def _speedup_warnings(tree: TreeFigures) -> Iterator[str]:
 
 
 def _little_text_warnings(report: Report) -> Iterator[str]:
-    """Yield warnings for the report if its rates rest on too little held-out text."""
+    """Yield warnings for the report if its rates rest on too little held-out or new text."""
     engine, tree = report.native or report.vllm, report.tree
+    if engine and (engine.seen_share or 0) > MANY_SEEN:
+        yield (
+            f"{percent(engine.seen_share)} of the check's answers are in the training text as well:"
+            " of new text heads may accept less, see the rates on new answers."
+        )
     if engine and engine.greedy_match.sequences < ENOUGH_PROMPTS:
         yield (
             f"The check decoded {count(engine.greedy_match.sequences)} prompts, too few for more"

@@ -48,10 +48,16 @@ def test_a_rate_beyond_both_standard_errors_gives_a_warning(report, measured, er
 
 
 @pytest.mark.parametrize(
-    ("sequences", "error", "warned"),
-    [(16, 0.4, []), (15, 0.4, ["15 prompts"]), (16, 0.41, ["2.00 ± 0.41"])],
+    ("sequences", "error", "seen", "warned"),
+    [
+        (16, 0.4, 0.25, []),
+        (15, 0.4, None, ["15 prompts"]),
+        (16, 0.41, 0, ["2.00 ± 0.41"]),
+        (16, 0.4, 0.471, ["47.1% of the check's answers"]),
+    ],
 )
-def test_figures_of_little_text_are_warned_of(report, sequences, error, warned):
+def test_figures_of_little_text_are_warned_of(report, sequences, error, seen, warned):
+    report["check"]["native"]["seen_share"] = seen
     report["check"]["native"]["greedy_match"]["sequences"] = sequences
     expected = {"expected_acceleration_rate": 2.0, "expected_standard_error": error}
     report["tree"] |= expected

@@ -17,7 +17,7 @@ NODE = {"cpu": "another", "cores": 96, "memory_gb": 900, "gpus": ["NVIDIA H200"]
 @pytest.mark.parametrize(
     ("heads", "method", "words"),
     [
-        ("recurrent", "medusa-1", "Recurrent heads, model unchanged, 4 draft steps"),
+        ("recurrent", "medusa-1", "Recurrent heads, model unchanged, 4 draft steps in training"),
         ("medusa", "medusa-1", "Medusa heads, model unchanged, 4 heads"),
         ("medusa", "medusa-2", "Medusa heads, model tuned with them (Medusa-2), 4 heads"),
     ],
