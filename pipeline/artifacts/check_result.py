@@ -163,19 +163,21 @@ class ServingChoice:
     """The fastest method in vLLM with `requests` at once; `plain` is decoding without drafts.
 
     Attributes:
-        speedup: Its tokens per second over those of plain decoding.
+        speedup: Its tokens per second over those of plain decoding; None if that has no request
+            within `check.slo`.
         second: The fastest of the other methods.
         margin: The share by which it is faster than the second; None if the second has no request
             within `check.slo`.
-        is_beyond_scatter: Whether all of its repeats are faster than those of the second.
+        is_beyond_scatter: Whether all of its repeats are faster than those of the second; with one
+            repeat, whether it is faster.
     """
 
     requests: int
     method: str
-    speedup: float
     second: str
+    is_beyond_scatter: bool
+    speedup: float | None = None
     margin: float | None = None
-    is_beyond_scatter: bool = True
 
 
 @result

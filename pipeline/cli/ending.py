@@ -73,7 +73,7 @@ def _print_error(error: BaseException, commits: bool) -> int:
     """
     fault = disk_fault(error)
     if isinstance(error, typer.TyperException):
-        text, code = f"{error.format_message()} (see --help)", error.exit_code
+        text, code = f"{error.format_message().rstrip('.')} (see --help).", error.exit_code
         if not error.format_message():  # no command was given; the help was printed
             return code
     elif isinstance(error, MedusaDistillError):

@@ -103,7 +103,7 @@ def server_arguments(
     base_model: str | None,
     given: PlainData,
     *,
-    gpus: int | None = None,
+    gpus: int | None,
     plain: bool = False,
     draft_tokens: int | None = None,
 ) -> dict[str, Any]:
@@ -118,7 +118,8 @@ def server_arguments(
         draft_tokens: The number of tokens that the heads draft; None for that of the export.
 
     Raises:
-        ConfigError: vLLM cannot serve these heads, or not the target with these settings.
+        ConfigError: vLLM cannot serve these heads, or not the target with these settings, or the
+            heads cannot draft so many tokens.
         DataError: The source is not an export.
     """
     import torch  # --help does not wait for it
@@ -131,6 +132,8 @@ def server_arguments(
     run = run_of(source)
     export = export_of(source)
     layout = read_layout(export)
+    if plain and draft_tokens:
+        raise ConfigError("Plain serving drafts nothing.", "--draft-tokens", "Leave one out.")
     target = base_model or target_of(export)
     gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
     settings = given if run is None else {**_settings_of_run(run, target), **given}

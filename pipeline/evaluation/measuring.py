@@ -297,13 +297,7 @@ def _own_heads(
         )
     config = None
     if draft_tokens is not None:
-        if draft_tokens > shape.max_depth:
-            raise ConfigError(
-                f"These heads propose {shape.max_depth} tokens ahead, not {draft_tokens}.",
-                "--draft-tokens",
-                f"Give at most {shape.max_depth}.",
-            )
-        config = layout.kind.speculative_config(str(directory.resolve()), draft_tokens)
+        config = layout.speculative_config(directory, draft_tokens)
     return Candidate(shape.description, directory, shape.max_depth, config, read_tree(directory))
 
 

@@ -1,10 +1,9 @@
-"""Choice of what to serve: one of vLLM's methods up to a number of requests, plain decoding above.
+"""Choice of what to serve: the method of vLLM whose gain over plain decoding is certain.
 
-Drafting pays less the more requests there are, so loads are judged together and not one by one. A
-method's gain at a load counts as far as it is certain: its slowest repeat over the fastest one of
-plain decoding. A method is served up to the load up to which its gains have the largest product.
-The heads as they are exported are preferred if their gains are certain there and no other method is
-certainly faster. A speed counts as far as its requests are within `check.slo`.
+Drafting pays less the more requests there are, so loads are judged together and not one by one: the
+lower ones, up to the load up to which the gain is largest, and those above. A gain counts as far as
+it is certain: the slowest repeat over the fastest one of plain decoding. With one repeat it counts
+as it is. A speed counts as far as its requests are within `check.slo`.
 
 Methods are measured one after another, so other work on the machine may slow one of them and not
 the next. A step that drafts does more work than a plain step, so a method's speedup over plain
@@ -34,14 +33,13 @@ from pipeline.formatting import times
 from pipeline.report.facts import DISTURBED
 
 LEAST = 1e-9  # tokens per second, instead of none
-ONE_SERVER = "One server for all of these"
+MOST = 4.0  # largest factor that a gain or loss at one load counts as
 
 
 class Speed(NamedTuple):
-    """A method's tokens per second at one load, the useful ones, and their range over repeats."""
+    """A method's useful tokens per second at one load, and their range over repeats."""
 
     method: str
-    tokens_per_second: float
     useful: float
     slowest: float
     fastest: float
@@ -92,14 +90,15 @@ def _speed(
     within_slo: float | None,
     spread: list[float] | None,
 ) -> Speed:
-    """Return a method's speed at one load; without limits all of its tokens are useful.
+    """Return a method's speed at one load.
 
-    With one repeat, it is the slowest and the fastest.
+    Without limits all tokens are useful; with limits, those of the share of requests within them,
+    which is that of the reported repeat. With one repeat, its speed is the slowest and fastest.
     """
     speed = tokens_per_second or 0.0
     share = 1.0 if within_slo is None else within_slo
     slowest, fastest = spread or (speed, speed)
-    return Speed(method, speed, share * speed, share * slowest, share * fastest)
+    return Speed(method, share * speed, share * slowest, share * fastest)
 
 
 def serving_choice(requests: int, speeds: Speeds) -> ServingChoice:
@@ -108,68 +107,68 @@ def serving_choice(requests: int, speeds: Speeds) -> ServingChoice:
     margin = None
     if second.useful:
         margin = round(best.useful / second.useful - 1, 4)
+    plain = speeds[PLAIN].useful
     return ServingChoice(
         requests=requests,
         method=best.method,
-        speedup=round(_speedup(speeds, best.method), 4),
+        speedup=round(best.useful / plain, 4) if plain else None,
         second=second.method,
         margin=margin,
         is_beyond_scatter=best.slowest > second.fastest,
     )
 
 
-def _speedup(speeds: Speeds, method: str) -> float:
-    """Return the speedup over plain decoding: that of useful tokens, if plain decoding has any."""
-    own, plain = speeds[method], speeds[PLAIN]
-    if plain.useful:
-        return own.useful / plain.useful
-    return own.tokens_per_second / plain.tokens_per_second
-
-
 def certain_gain(loads: Sequence[Speeds], method: str, other: str = PLAIN) -> float:
     """Return how much faster a method is for certain than another: a logarithm, summed over loads.
 
-    At each load the method's slowest repeat is compared with the other's fastest.
+    At each load the method's slowest repeat is compared with the other's fastest. The factor is at
+    most `MOST`, so that no load decides alone.
     """
     gain = 0.0
     for speeds in loads:
-        slowest, fastest = speeds[method].slowest, speeds[other].fastest
-        gain += math.log(max(slowest, LEAST) / max(fastest, LEAST))
+        factor = speeds[method].slowest / max(speeds[other].fastest, LEAST)
+        gain += math.log(min(max(factor, 1 / MOST), MOST))
     return gain
 
 
-def best_method(loads: Sequence[Speeds]) -> tuple[str, int]:
-    """Return the method to serve, and at how many of the ascending loads.
+def largest_gain(loads: Sequence[Speeds]) -> tuple[float, str]:
+    """Return the largest certain gain over the loads together, and the drafting method that has it.
 
-    If no method is certainly faster than plain decoding, the result is the first method and 0.
+    The heads as they are exported are preferred if their gain is certain too, and the other method
+    is not certainly faster.
     """
-    gains = {}
-    for method in loads[0]:
-        for number in range(len(loads) + 1):
-            gains[method, number] = certain_gain(loads[:number], method)
-    method, number = max(gains, key=lambda choice: gains[choice])
-    if gains.get((HEADS, number), 0.0) > 0 and certain_gain(loads[:number], method, HEADS) <= 0:
-        method = HEADS
-    return method, number
+    gains = {name: certain_gain(loads, name) for name in loads[0] if name != PLAIN}
+    best = max(gains, key=lambda name: gains[name])
+    if gains.get(HEADS, 0.0) > 0 and certain_gain(loads, best, HEADS) <= 0:
+        best = HEADS
+    return gains[best], best
 
 
 def serving_advice(
     by_load: Mapping[int, Speeds], methods: Sequence[ServedMethod]
 ) -> list[ServingAdvice]:
-    """Return what to serve at the loads, and with one server for all, in words and as commands."""
-    configs = {each.name: each.speculative_config for each in methods}
+    """Return what to serve at the loads, and with one server for all, in words and as commands.
+
+    The lower loads are those up to which the certain gain is largest, or all if none is; the loads
+    above are judged by themselves. There must be a load, and all methods have the same loads.
+    """
     names, loads = list(by_load), list(by_load.values())
-    method, number = best_method(loads)
-    parts = [(_named(names[:number]), loads[:number], True)] if number else []
+    numbers = range(1, len(loads) + 1)
+    number = max(numbers, key=lambda number: largest_gain(loads[:number])[0])
+    if largest_gain(loads[:number])[0] <= 0:
+        number = len(loads)
+    parts = {_named(names[:number]): loads[:number]}
     if number < len(loads):
-        parts.append((_named(names[number:]), loads[number:], False))
-    if len(parts) > 1:
-        parts.append((ONE_SERVER, loads, certain_gain(loads, method) > 0))
+        parts |= {_named(names[number:]): loads[number:], "One server for all of these": loads}
+    configs = {each.name: each.speculative_config for each in methods}
     advice = []
-    for label, part, pays in parts:
-        gain = _gain(part, method)
-        verdict = f"{method}, {gain}" if pays else f"none, no gain is certain ({method}: {gain})"
-        command = _command(method if pays else PLAIN, configs.get(method))
+    for label, part in parts.items():
+        certain, method = largest_gain(part)
+        verdict = f"{method}, {_gain(part, method)}"
+        if certain <= 0:
+            verdict = f"plain vLLM, no gain is certain on the whole ({verdict})"
+            method = PLAIN
+        command = _command(method, configs.get(method))
         advice.append(
             ServingAdvice(loads=label, text=f"{label}: serve {verdict}.", command=command)
         )
@@ -185,10 +184,18 @@ def _named(loads: Sequence[int]) -> str:
 
 
 def _gain(loads: Sequence[Speeds], method: str) -> str:
-    """Format a method's speedups at some loads: their geometric mean, and from which to which."""
-    speedups = [_speedup(speeds, method) for speeds in loads]
-    gain = f"{times(math.prod(speedups) ** (1 / len(loads)))} plain vLLM"
-    if len(loads) > 1:
+    """Format a method's speedups at some loads: their geometric mean, and from which to which.
+
+    Loads at which plain decoding has no request within `check.slo` have no speedup.
+    """
+    speedups = []
+    for speeds in loads:
+        if speeds[PLAIN].useful:
+            speedups.append(speeds[method].useful / speeds[PLAIN].useful)
+    if not speedups:
+        return "alone within check.slo"
+    gain = f"{times(math.prod(speedups) ** (1 / len(speedups)))} plain vLLM"
+    if len(set(speedups)) > 1:
         gain += f" in the geometric mean, {times(min(speedups))} to {times(max(speedups))}"
     return gain
 

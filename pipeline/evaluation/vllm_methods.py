@@ -29,9 +29,7 @@ def heads_config(request: CheckRequest) -> Content:
     """Return vLLM's speculative configuration of the checked heads."""
     if request.speculative_config is not None:
         return dict(request.speculative_config)
-    layout = read_layout(request.export)
-    export = str(request.export.resolve())
-    return layout.kind.speculative_config(export, layout.num_speculative_tokens)
+    return read_layout(request.export).speculative_config(request.export)
 
 
 def compared_configs(request: CheckRequest) -> dict[str, Content]:

@@ -113,18 +113,37 @@ class ExportLayout:
     ) -> Content:
         """Return vLLM's arguments to serve a target with the export in `directory`.
 
-        If the export names this target, the only argument is `model`, the export's directory.
-        Otherwise (one of the two was moved, or the heads are served with another model) it is
-        `speculative_config`, and the caller adds the target as `model`. So it is with another
-        number of `draft_tokens` than the export's.
+        If the export names this target, and `draft_tokens` is None, the only argument is `model`,
+        the export's directory. Otherwise (one of the two was moved, or the heads are served with
+        another model) it is `speculative_config`, and the caller adds the target as `model`.
+
+        Raises what `speculative_config` raises.
         """
-        export = str(Path(directory).resolve())
         named = Path(self.base_model_name_or_path)
         if named.resolve() == Path(target).resolve() and draft_tokens is None:
-            return {"model": export}
+            return {"model": str(Path(directory).resolve())}
+        return {"speculative_config": self.speculative_config(directory, draft_tokens)}
+
+    def speculative_config(
+        self, directory: str | os.PathLike[str], draft_tokens: int | None = None
+    ) -> Content:
+        """Return vLLM's speculative configuration of the export in `directory`.
+
+        Args:
+            draft_tokens: The tokens to draft in a step; None for the number in the export.
+
+        Raises:
+            ConfigError: The heads cannot propose so many tokens.
+        """
         number = draft_tokens or self.num_speculative_tokens
-        config = self.kind.speculative_config(export, number)
-        return {"speculative_config": config}
+        most = self.shape.max_depth
+        if number > most:
+            raise ConfigError(
+                f"These heads propose {most} tokens ahead, not {number}.",
+                "--draft-tokens",
+                f"Give at most {most}.",
+            )
+        return self.kind.speculative_config(str(Path(directory).resolve()), number)
 
 
 def with_base_model(content: Mapping[str, Any], base_model: str) -> Content:

@@ -106,7 +106,7 @@ def speed_outcomes(report: Report) -> list[Outcome]:
     """
     outcomes = []
     engines: dict[str, EngineFigures | None] = {"natively": report.native}
-    if report.vllm and not report.studies.load:  # which says more
+    if report.vllm and not report.studies.load:  # whose list of what to serve says more
         number = count(report.vllm.greedy_match.sequences)
         engines[f"in vLLM, {number} prompts at once"] = report.vllm
     for name, engine in engines.items():
@@ -330,8 +330,8 @@ def _little_text_warnings(report: Report) -> Iterator[str]:
     engine, tree = report.native or report.vllm, report.tree
     if engine and (engine.seen_share or 0) > MANY_SEEN:
         yield (
-            f"{percent(engine.seen_share)} of the check's answers are in the training text as well:"
-            " of new text heads may accept less, see the rates on new answers."
+            f"{percent(engine.seen_share)} of the check's answers are in the training text as well."
+            " On new text the heads may accept less."
         )
     if engine and engine.greedy_match.sequences < ENOUGH_PROMPTS:
         yield (

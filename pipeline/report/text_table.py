@@ -32,7 +32,7 @@ class Table:
     empty: str = NOT_RUN
     words: tuple[int, ...] = (0,)  # text columns; the others are numbers, aligned to the right
     rows: list[tuple[str, ...]] = field(default_factory=list)
-    points: list[str] = field(default_factory=list)  # a list above the note
+    points: list[str] = field(default_factory=list)  # a list beside the note
     commands: list[str] = field(default_factory=list)  # shown below the table, to be copied
 
     def add(self, *cells: str) -> None:

@@ -1,4 +1,4 @@
-"""The report's first table: what to serve in vLLM at each measured load."""
+"""The report's first table: what to serve in vLLM, and each method's speed at each load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.report.text_table import Table
 
 
 def what_to_serve_table(report: Report) -> Table:
-    """Build the report's table of vLLM's methods by load, the fastest marked at each.
+    """Build the report's table of vLLM's methods by load, the fastest marked unless there is a tie.
 
     Commands are of the report's run; a report without one has none.
     """
@@ -40,9 +40,9 @@ def what_to_serve_table(report: Report) -> Table:
         cells[method.name] = [method.name, *rate_and_match]
     for row in report.studies.load or vllm.loads or []:
         choice = choices.get(row.requests)
-        best = choice.method if choice else None
+        best = choice.method if choice and choice.is_beyond_scatter else None
         if row.method == HEADS:
-            table.columns.append(f"tokens/s at {count(row.requests)}")
+            table.columns.append(f"tokens/s, {count(row.requests)} at once")
             is_disturbed = row.requests in (vllm.disturbed_loads or [])
             margins.append("disturbed" if is_disturbed else _margin(choice))
             speed = _speed(row.baseline_tokens_per_second, row.baseline_within_slo)
@@ -58,11 +58,11 @@ def what_to_serve_table(report: Report) -> Table:
 
 
 def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
-    """Return the sentences below the verdicts: what the columns mean, and what is missing."""
+    """Return the sentences of the table's note: what the columns mean, and what is missing."""
     measured = "of vLLM's server" if report.studies.load else "of vLLM without a server"
     remarks = [
-        f"Tokens/s are those {measured} at so many requests at a time, on the check's prompts,"
-        " and depend on the text."
+        f"Tokens/s are those {measured} with so many requests at once, on the check's"
+        " prompts, and depend on the text."
         " Per step: tokens kept per forward of the target."
         " Identical: greedy answers equal to plain vLLM's. Tie: within the scatter of the"
         " repeats, which one repeat does not show. Native speeds are in the tables below."
@@ -92,7 +92,7 @@ def _margin(choice: ServingChoice | None) -> str:
     if choice is None or choice.margin is None:
         return UNKNOWN
     if not choice.is_beyond_scatter:
-        return f"tie with {choice.second}"
+        return f"tie of {choice.method} and {choice.second}"
     return f"{percent(choice.margin)} over {choice.second}"
 
 

@@ -37,13 +37,13 @@ def check_plan(run: ResolvedRun) -> list[str]:
         ConfigError: The first problem of the settings.
         DataError: The first problem of the data.
     """
-    notes = {}  # in their order
+    faults = {}  # by their message
     for check in CHECKS:
         try:
             check(run)
         except EnvironmentFault as fault:
-            notes[str(fault)] = fault
-    return list(notes)
+            faults[str(fault)] = fault
+    return list(faults)
 
 
 def unread_settings(run: ResolvedRun) -> list[str]:

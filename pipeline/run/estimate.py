@@ -128,24 +128,26 @@ def _count_conversations(run: ResolvedRun) -> int | None:
     """Count the conversations in local sources, and add the limits of data sets on the Hub.
 
     The rows of local sources are read. The result is None if a data set on the Hub has no limit.
-    Raises DataError if too many rows hold no conversation, as the seeds stage does.
+    Raises DataError if all sources are local and too many rows are refused, as the seeds stage
+    does.
     """
-    totals, local = StageTotals(), []
+    totals, local, on_hub = StageTotals(), [], 0
     for reader in source_readers(run.config.seeds):
         if reader.source.path:
             local.append(reader)
         elif reader.source.limit is None:
             return None
         else:
-            totals.rows += reader.source.limit
+            on_hub += reader.source.limit
     for row in mix_sources(local):
         if isinstance(row, Conversation):
             totals.rows += 1
         else:
             totals.reasons[row.reason] += 1
-    most = run.config.limits.max_quarantine_fraction
-    totals.check_quarantine("seeds.sources", most, final=True)
-    return totals.rows
+    if not on_hub:
+        limits = run.config.limits
+        totals.check_quarantine("seeds.sources", limits.max_quarantine_fraction, final=True)
+    return on_hub + totals.rows
 
 
 def target_sizes(run: ResolvedRun) -> TargetSizes | None:

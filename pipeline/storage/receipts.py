@@ -213,6 +213,6 @@ class StageTotals:
                 f"{refused} of {seen} rows were refused, a fraction above"
                 f" limits.max_quarantine_fraction = {max_fraction}; top reasons: {top}.",
                 where,
-                "Correct the input or raise the limit. A run's quarantine files name each refused"
-                " row and why; what was committed is kept.",
+                "Correct the input or raise the limit. `run` writes refused rows and the reasons to"
+                " the stage's quarantine files, and keeps what it has committed.",
             )

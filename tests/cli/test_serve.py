@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from pipeline.cli.serve import server_arguments
+from pipeline.errors import ConfigError
 from pipeline.targets.own_process import environment
 from pipeline.targets.vllm_server import LOOPBACK, free_port
 from tests.forks import has_ended
@@ -124,6 +125,11 @@ def test_plain_serving_takes_the_target_alone(finished_run):
     settings = yaml.safe_load((finished_run.path / "run.yaml").read_text())
     assert plain["model"] == settings["target"]["model"] != with_heads["model"]
     assert "speculative_config" not in plain
+
+
+def test_another_number_of_draft_tokens_names_target_and_heads(finished_run):
+    with_heads = server_arguments(finished_run.path, None, {}, gpus=0)
+    plain = server_arguments(finished_run.path, None, {}, gpus=0, plain=True)
     drafting = server_arguments(finished_run.path, None, {}, gpus=0, draft_tokens=2)
     assert drafting["model"] == plain["model"]
     assert drafting["speculative_config"] == {
@@ -131,6 +137,10 @@ def test_plain_serving_takes_the_target_alone(finished_run):
         "model": with_heads["model"],
         "num_speculative_tokens": 2,
     }
+    with pytest.raises(ConfigError, match="propose 3 tokens ahead, not 4"):
+        server_arguments(finished_run.path, None, {}, gpus=0, draft_tokens=4)
+    with pytest.raises(ConfigError, match="drafts nothing"):
+        server_arguments(finished_run.path, None, {}, gpus=0, plain=True, draft_tokens=2)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pipeline.artifacts.check_result import GreedyMatch, LoadRow, ServedMethod, VllmFigures
@@ -63,7 +65,17 @@ def test_requests_out_of_time_do_not_count():
     assert (first.method, first.second) == ("plain", "heads")
     assert first.margin == pytest.approx(100 / 75 - 1, abs=1e-4)
     assert first.is_beyond_scatter, "the slowest in time is 90, and the heads' fastest 80"
-    assert (second.method, second.margin, second.speedup) == ("heads", None, 1.5)
+    assert (second.method, second.margin, second.speedup) == ("heads", None, None)
+    ((text, command),) = advice_of(alone)
+    assert (text, command) == ("4 at a time: serve heads, alone within check.slo.", SERVE)
+
+
+def test_a_load_out_of_time_does_not_decide_alone():
+    """At 64 plain decoding is never in time, which counts as a factor of 4: 0.4 x 0.4 x 4 < 1."""
+    rows = [row("heads", 1, 40), row("heads", 8, 40)]
+    rows.append(row("heads", 64, 100, within_slo=0.01, baseline_within_slo=0.0))
+    *_, (text, command) = advice_of(*rows)
+    assert command == f"{SERVE} --plain" and "(heads, 0.40x plain vLLM)" in text
 
 
 def test_a_disturbed_load_is_not_judged():
@@ -97,7 +109,10 @@ def test_a_gain_counts_beyond_the_scatter_of_the_repeats(slowest, pays):
     if pays:
         assert (text, command) == ("8 at a time: serve heads, 1.25x plain vLLM.", SERVE)
     else:
-        assert text == "8 at a time: serve none, no gain is certain (heads: 1.25x plain vLLM)."
+        assert text == (
+            "8 at a time: serve plain vLLM, no gain is certain on the whole (heads, 1.25x plain"
+            " vLLM)."
+        )
         assert command == f"{SERVE} --plain"
 
 
@@ -113,16 +128,34 @@ def test_loads_are_judged_together():
     mean = "plain vLLM in the geometric mean"
     assert low == (f"1, 4 and 8 at a time: serve heads, 1.22x {mean}, 0.95x to 1.60x.", SERVE)
     assert high[0] == (
-        "16 and 32 at a time: serve none, no gain is certain"
-        f" (heads: 0.72x {mean}, 0.58x to 0.90x)."
+        "16 and 32 at a time: serve plain vLLM, no gain is certain on the whole"
+        " (ngram, 0.90x plain vLLM)."
     )
-    assert one_server[0].startswith("One server for all of these: serve none, no gain is certain")
+    assert one_server[0].startswith("One server for all of these: serve plain vLLM, no gain")
+    assert one_server[0].endswith(f"(heads, 0.99x {mean}, 0.58x to 1.60x).")
     assert one_server[1] == high[1] == f"{SERVE} --plain"
     *_, one_server = advice_of(*rows[2:])
     assert one_server == (
         f"One server for all of these: serve heads, 1.13x {mean}, 0.90x to 1.60x.",
         SERVE,
     )
+
+
+@pytest.mark.parametrize("of_heads", [0.4, 0.52])
+def test_another_method_may_be_better_above_and_for_all_loads(of_heads):
+    """Together heads have 2.0 x 0.4 or 2.0 x 0.52, and n-grams 1.3 x 1.05."""
+    rows = [row("heads", 1, 200), row("heads", 32, 100 * of_heads)]
+    served = advice_of(*rows, row("ngram", 1, 130), row("ngram", 32, 105))
+    methods = [re.search("serve (\\w+),", text)[1] for text, _ in served]
+    assert methods == ["heads", "ngram", "ngram"]
+
+
+def test_gains_above_a_loss_are_judged_with_it():
+    """0.7 x 1.2 x 1.1 is 0.92."""
+    rows = [row("heads", load, speed) for load, speed in ((1, 70), (16, 120), (32, 110))]
+    ((text, command),) = advice_of(*rows)
+    assert text.startswith("1, 16 and 32 at a time: serve plain vLLM, no gain is certain")
+    assert command == f"{SERVE} --plain"
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,9 @@ def test_the_fastest_method_at_each_load_is_marked():
         **VLLM,
         "methods": [{"name": "heads", "acceleration_rate": 2.0}],
         "loads": [{**load, "baseline_tokens_per_second": 100}],
-        "choices": [{"requests": 1, "method": "heads", "speedup": 1.5, "second": "plain"}],
+        "choices": [
+            {"requests": 1, "method": "heads", "second": "plain", "is_beyond_scatter": True}
+        ],
     }
     card = card_of(with_check(vllm=served))
     rows = table_under(card, "Results")

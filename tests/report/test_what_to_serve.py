@@ -22,6 +22,16 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 FIVE = {"method": "eagle", "num_speculative_tokens": 5}
 
 
+def choice(requests: int, method: str, second: str, *, is_beyond=True, margin=None):
+    return ServingChoice(
+        requests=requests,
+        method=method,
+        second=second,
+        is_beyond_scatter=is_beyond,
+        margin=margin,
+    )
+
+
 def report_of(*choices: ServingChoice, failed: str | None = None) -> Report:
     match = GreedyMatch(2, 2, 0)
     methods = [
@@ -62,8 +72,8 @@ def report_of(*choices: ServingChoice, failed: str | None = None) -> Report:
 
 def test_the_fastest_of_each_load_is_marked():
     found = report_of(
-        ServingChoice(requests=1, method="heads", speedup=1.5, second="ngram", margin=0.25),
-        ServingChoice(requests=32, method="plain", speedup=1.0, second="heads"),
+        choice(1, "heads", "ngram", margin=0.25),
+        choice(32, "plain", "heads"),
         failed="broken",
     )
     table = what_to_serve_table(found)
@@ -79,15 +89,9 @@ def test_the_fastest_of_each_load_is_marked():
     assert section.startswith("## What to serve\n\n- Serve it.\n\nTokens/s are")
     assert section.endswith("\n\n```bash\nmedusa-distill serve RUN_DIR  # 1 and 32 at a time\n```")
     assert what_to_serve_table(Report()).rows == []
-    tie = ServingChoice(
-        requests=1,
-        method="plain",
-        speedup=1.0,
-        second="ngram",
-        margin=-0.1,
-        is_beyond_scatter=False,
-    )
-    assert what_to_serve_table(report_of(tie)).rows[-1][3] == "tie with ngram"
+    tie = choice(1, "plain", "ngram", is_beyond=False, margin=0.1)
+    plain, *_, last = what_to_serve_table(report_of(tie)).rows
+    assert (plain[3], last[3]) == ("100", "tie of plain and ngram")
     vllm = replace(found.vllm, disturbed_loads=[32])
     disturbed = what_to_serve_table(replace(found, check=replace(found.check, vllm=vllm)))
     assert disturbed.rows[-1][3:] == ("25.0% over ngram", "disturbed")

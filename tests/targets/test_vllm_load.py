@@ -13,7 +13,7 @@ from pipeline.targets.vllm_load import LoadFigures, LoadTask, serve_under_load
 
 
 def test_loads_take_turns_and_the_fastest_pass_counts(random_target, monkeypatch):
-    """Other work disturbs the second pass, which does not count."""
+    """The first pass is the fastest at both loads."""
     asked, reports = [], []
 
     async def benchmark(address, requests, level, eos):
