@@ -61,11 +61,11 @@ def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
     """Return the sentences of the table's note: what the columns mean, and what is missing."""
     measured = "of vLLM's server" if report.studies.load else "of vLLM without a server"
     remarks = [
-        f"Tokens/s are those {measured} with so many requests at once, on the check's"
-        " prompts, and depend on the text."
-        " Per step: tokens kept per forward of the target."
-        " Identical: greedy answers equal to plain vLLM's. Tie: within the scatter of the"
-        " repeats, which one repeat does not show. Native speeds are in the tables below."
+        f"Tokens/s are those {measured} with so many requests at once, on the check's prompts,"
+        " and depend on the text. Per step: tokens kept per forward of the target."
+        " Identical: greedy answers equal to plain vLLM's. Tie: the two fastest are within the"
+        " scatter of the repeats, which one repeat does not show."
+        " Native speeds are in the tables below."
     ]
     if report.run and vllm.advice:
         remarks.append("RUN_DIR is this run's directory.")
@@ -92,7 +92,7 @@ def _margin(choice: ServingChoice | None) -> str:
     if choice is None or choice.margin is None:
         return UNKNOWN
     if not choice.is_beyond_scatter:
-        return f"tie of {choice.method} and {choice.second}"
+        return "tie"
     return f"{percent(choice.margin)} over {choice.second}"
 
 
