@@ -163,8 +163,6 @@ class ServingChoice:
     """The fastest method in vLLM with `requests` at once; `plain` is decoding without drafts.
 
     Attributes:
-        speedup: Its tokens per second over those of plain decoding; None if that has no request
-            within `check.slo`.
         second: The fastest of the other methods.
         margin: The share by which it is faster than the second; None if the second has no request
             within `check.slo`.
@@ -176,7 +174,6 @@ class ServingChoice:
     method: str
     second: str
     is_beyond_scatter: bool
-    speedup: float | None = None
     margin: float | None = None
 
 

@@ -1,9 +1,9 @@
-"""Choice of what to serve: the method of vLLM whose gain over plain decoding is certain.
+"""Choice of what to serve: the method of vLLM with the highest mean speedup over plain decoding.
 
 Drafting pays less the more requests there are, so loads are judged together and not one by one: the
-lower ones, up to the load up to which the gain is largest, and those above. A gain counts as far as
-it is certain: the slowest repeat over the fastest one of plain decoding. With one repeat it counts
-as it is. A speed counts as far as its requests are within `check.slo`.
+lower ones, up to the load up to which the gain is largest, and those above. Speedups below `NOISE`
+are no gain. A gain is certain if the slowest repeats are faster than the fastest ones of plain
+decoding. A speed counts as far as its requests are within `check.slo`.
 
 Methods are measured one after another, so other work on the machine may slow one of them and not
 the next. A step that drafts does more work than a plain step, so a method's speedup over plain
@@ -34,6 +34,7 @@ from pipeline.report.facts import DISTURBED
 
 LEAST = 1e-9  # tokens per second, instead of none
 MOST = 4.0  # largest factor that a gain or loss at one load counts as
+NOISE = 1.05  # a smaller speedup is none
 
 
 class Speed(NamedTuple):
@@ -57,11 +58,6 @@ def disturbed_loads(rows: Sequence[LoadRow], methods: Sequence[ServedMethod]) ->
         if rate and row.speedup and row.speedup > DISTURBED * rate:
             found.add(row.requests)
     return sorted(found)
-
-
-def inexact_methods(methods: Sequence[ServedMethod]) -> set[str]:
-    """Return the methods with a greedy text that differs from the target's other than at a tie."""
-    return {each.name for each in methods if each.greedy_match and each.greedy_match.differing}
 
 
 def speeds_by_load(rows: Sequence[LoadRow]) -> dict[int, Speeds]:
@@ -107,41 +103,43 @@ def serving_choice(requests: int, speeds: Speeds) -> ServingChoice:
     margin = None
     if second.useful:
         margin = round(best.useful / second.useful - 1, 4)
-    plain = speeds[PLAIN].useful
     return ServingChoice(
         requests=requests,
         method=best.method,
-        speedup=round(best.useful / plain, 4) if plain else None,
         second=second.method,
         margin=margin,
         is_beyond_scatter=best.slowest > second.fastest,
     )
 
 
-def certain_gain(loads: Sequence[Speeds], method: str, other: str = PLAIN) -> float:
-    """Return how much faster a method is for certain than another: a logarithm, summed over loads.
+def total_gain(loads: Sequence[Speeds], method: str, other: str = PLAIN) -> float:
+    """Return how much a method gains over another: logarithms of speedup over noise, summed.
 
-    At each load the method's slowest repeat is compared with the other's fastest. The factor is at
-    most `MOST`, so that no load decides alone.
+    At each load the speedup counts as at most `MOST`, so that no load decides alone.
     """
     gain = 0.0
     for speeds in loads:
-        factor = speeds[method].slowest / max(speeds[other].fastest, LEAST)
-        gain += math.log(min(max(factor, 1 / MOST), MOST))
+        speedup = speeds[method].useful / max(speeds[other].useful, LEAST)
+        gain += math.log(min(max(speedup, 1 / MOST), MOST) / NOISE)
     return gain
 
 
 def largest_gain(loads: Sequence[Speeds]) -> tuple[float, str]:
-    """Return the largest certain gain over the loads together, and the drafting method that has it.
+    """Return the largest total gain at the loads, and the drafting method that has it.
 
-    The heads as they are exported are preferred if their gain is certain too, and the other method
-    is not certainly faster.
+    The heads as they are exported are preferred if they gain too, and the other method gains
+    nothing over them.
     """
-    gains = {name: certain_gain(loads, name) for name in loads[0] if name != PLAIN}
+    gains = {name: total_gain(loads, name) for name in loads[0] if name != PLAIN}
     best = max(gains, key=lambda name: gains[name])
-    if gains.get(HEADS, 0.0) > 0 and certain_gain(loads, best, HEADS) <= 0:
+    if gains.get(HEADS, 0.0) > 0 and total_gain(loads, best, HEADS) <= 0:
         best = HEADS
     return gains[best], best
+
+
+def _slowest_speedup(loads: Sequence[Speeds], method: str) -> float:
+    """Return the product of the slowest repeats over plain decoding's fastest at the loads."""
+    return math.prod(each[method].slowest / max(each[PLAIN].fastest, LEAST) for each in loads)
 
 
 def serving_advice(
@@ -149,7 +147,7 @@ def serving_advice(
 ) -> list[ServingAdvice]:
     """Return what to serve at the loads, and with one server for all, in words and as commands.
 
-    The lower loads are those up to which the certain gain is largest, or all if none is; the loads
+    The lower loads are those up to which the gain is largest, or all if there is none; the loads
     above are judged by themselves. There must be a load, and all methods have the same loads.
     """
     names, loads = list(by_load), list(by_load.values())
@@ -163,11 +161,13 @@ def serving_advice(
     configs = {each.name: each.speculative_config for each in methods}
     advice = []
     for label, part in parts.items():
-        certain, method = largest_gain(part)
+        gain, method = largest_gain(part)
         verdict = f"{method}, {_gain(part, method)}"
-        if certain <= 0:
-            verdict = f"plain vLLM, no gain is certain on the whole ({verdict})"
+        if gain <= 0:
+            verdict = f"plain vLLM, since nothing gains on it ({verdict})"
             method = PLAIN
+        elif _slowest_speedup(part, method) <= 1:
+            verdict += ", within the scatter of the repeats"
         command = _command(method, configs.get(method))
         advice.append(
             ServingAdvice(loads=label, text=f"{label}: serve {verdict}.", command=command)
@@ -216,7 +216,8 @@ def with_choices(figures: VllmFigures, rows: Sequence[LoadRow]) -> VllmFigures:
     """Add to vLLM's figures what to serve at the loads of `rows`, and say it in words."""
     methods = figures.methods or []
     disturbed = disturbed_loads(rows, methods)
-    inexact = inexact_methods(methods)
+    # Their greedy text differs from the target's other than at a tie.
+    inexact = {each.name for each in methods if each.greedy_match and each.greedy_match.differing}
     judged = []
     for row in rows:
         if row.requests not in disturbed and row.method not in inexact:

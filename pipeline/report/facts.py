@@ -130,9 +130,8 @@ def _is_within_scatter(vllm: VllmFigures) -> bool:
     The result is False if either has one repeat.
     """
     for row in vllm.loads or []:
-        if row.method == HEADS and row.requests == vllm.greedy_match.sequences:
-            if row.range is None or row.baseline_range is None:
-                return False
+        is_of_all = row.method == HEADS and row.requests == vllm.greedy_match.sequences
+        if is_of_all and row.range and row.baseline_range:
             slowest, fastest = row.range
             return slowest <= row.baseline_range[1] and row.baseline_range[0] <= fastest
     return False

@@ -82,7 +82,7 @@ def chain_table(tree: TreeFigures | None) -> Table:
     table = Table("Chain", ["tokens", *EXPECTED], words=())
     if tree:
         drafted = count(tree.num_speculative_tokens)
-        table.note = f"vLLM drafts first guesses alone, {drafted} tokens in each step."
+        table.note = f"vLLM drafts {drafted} first guesses a step. Overheads here are native ones."
         for length in tree.chain:
             table.add(count(length.draft_tokens), *_expected_cells(length))
     return table

@@ -49,9 +49,9 @@ def test_each_load_has_its_fastest_method_and_margin():
         row("ngram", 32, 980, 1000, range=[970, 995], baseline_range=plain_ranges[32]),
     ).choices
     assert (one.requests, one.method, one.second) == (1, "heads", "ngram")
-    assert one.speedup == 1.63 and one.margin == pytest.approx(163 / 110 - 1, abs=1e-4)
+    assert one.margin == pytest.approx(163 / 110 - 1, abs=1e-4)
     assert one.is_beyond_scatter
-    assert (many.requests, many.method, many.second, many.speedup) == (32, "plain", "ngram", 1)
+    assert (many.requests, many.method, many.second) == (32, "plain", "ngram")
     assert not many.is_beyond_scatter, "its slowest repeat is slower than ngram's fastest"
 
 
@@ -65,7 +65,7 @@ def test_requests_out_of_time_do_not_count():
     assert (first.method, first.second) == ("plain", "heads")
     assert first.margin == pytest.approx(100 / 75 - 1, abs=1e-4)
     assert first.is_beyond_scatter, "the slowest in time is 90, and the heads' fastest 80"
-    assert (second.method, second.margin, second.speedup) == ("heads", None, None)
+    assert (second.method, second.margin) == ("heads", None)
     ((text, command),) = advice_of(alone)
     assert (text, command) == ("4 at a time: serve heads, alone within check.slo.", SERVE)
 
@@ -74,7 +74,7 @@ def test_a_load_out_of_time_does_not_decide_alone():
     """At 64 plain decoding is never in time, which counts as a factor of 4: 0.4 x 0.4 x 4 < 1."""
     rows = [row("heads", 1, 40), row("heads", 8, 40)]
     rows.append(row("heads", 64, 100, within_slo=0.01, baseline_within_slo=0.0))
-    *_, (text, command) = advice_of(*rows)
+    ((text, command),) = advice_of(*rows)
     assert command == f"{SERVE} --plain" and "(heads, 0.40x plain vLLM)" in text
 
 
@@ -102,74 +102,76 @@ def test_a_method_with_another_text_is_not_served():
     assert [choice.method for choice in tie.choices] == ["heads"]
 
 
-@pytest.mark.parametrize(("slowest", "pays"), [(101, True), (99, False)])
-def test_a_gain_counts_beyond_the_scatter_of_the_repeats(slowest, pays):
+@pytest.mark.parametrize(
+    ("speed", "slowest", "verdict"),
+    [
+        (120, 101, "heads, 1.25x plain vLLM"),
+        (120, 99, "heads, 1.25x plain vLLM, within the scatter of the repeats"),
+        (100, 99, "plain vLLM, since nothing gains on it (heads, 1.04x plain vLLM)"),
+    ],
+)
+def test_a_gain_is_certain_beyond_the_scatter_of_the_repeats(speed, slowest, verdict):
+    """A speedup below 1.05 is noise."""
     ranges = {"range": [slowest, 140], "baseline_range": [90, 100]}
-    ((text, command),) = advice_of(row("heads", 8, 120, 96, **ranges))
-    if pays:
-        assert (text, command) == ("8 at a time: serve heads, 1.25x plain vLLM.", SERVE)
-    else:
-        assert text == (
-            "8 at a time: serve plain vLLM, no gain is certain on the whole (heads, 1.25x plain"
-            " vLLM)."
-        )
-        assert command == f"{SERVE} --plain"
+    ((text, command),) = advice_of(row("heads", 8, speed, 96, **ranges))
+    assert text == f"8 at a time: serve {verdict}."
+    assert command == (f"{SERVE} --plain" if verdict.startswith("plain") else SERVE)
 
 
 def test_loads_are_judged_together():
-    """The product of the gains is largest up to 8: 1.6 x 0.95 x 1.2. The means: 1.22 and 0.72,
-    over all loads (1.6 x 0.95 x 1.2 x 0.9 x 0.58)^(1/5) = 0.99.
+    """The product of the gains is largest up to 8: 1.6 x 0.97 x 1.2. The means: 1.23 and 0.72,
+    over all loads (1.6 x 0.97 x 1.2 x 0.9 x 0.58)^(1/5) = 0.99.
     """
     rows = []
-    for requests, speedup in ((32, 0.58), (1, 1.6), (4, 0.95), (8, 1.2), (16, 0.9)):
+    for requests, speedup in ((32, 0.58), (1, 1.6), (4, 0.97), (8, 1.2), (16, 0.9)):
         rows.append(row("heads", requests, 100 * speedup))
         rows.append(row("ngram", requests, 90))
     low, high, one_server = advice_of(*rows)
     mean = "plain vLLM in the geometric mean"
-    assert low == (f"1, 4 and 8 at a time: serve heads, 1.22x {mean}, 0.95x to 1.60x.", SERVE)
+    assert low == (f"1, 4 and 8 at a time: serve heads, 1.23x {mean}, 0.97x to 1.60x.", SERVE)
     assert high[0] == (
-        "16 and 32 at a time: serve plain vLLM, no gain is certain on the whole"
-        " (ngram, 0.90x plain vLLM)."
+        "16 and 32 at a time: serve plain vLLM, since nothing gains on it (ngram, 0.90x plain"
+        " vLLM)."
     )
-    assert one_server[0].startswith("One server for all of these: serve plain vLLM, no gain")
-    assert one_server[0].endswith(f"(heads, 0.99x {mean}, 0.58x to 1.60x).")
+    assert one_server[0] == (
+        "One server for all of these: serve plain vLLM, since nothing gains on it"
+        f" (heads, 0.99x {mean}, 0.58x to 1.60x)."
+    )
     assert one_server[1] == high[1] == f"{SERVE} --plain"
     *_, one_server = advice_of(*rows[2:])
     assert one_server == (
-        f"One server for all of these: serve heads, 1.13x {mean}, 0.90x to 1.60x.",
+        f"One server for all of these: serve heads, 1.14x {mean}, 0.90x to 1.60x.",
         SERVE,
     )
 
 
 @pytest.mark.parametrize("of_heads", [0.4, 0.52])
 def test_another_method_may_be_better_above_and_for_all_loads(of_heads):
-    """Together heads have 2.0 x 0.4 or 2.0 x 0.52, and n-grams 1.3 x 1.05."""
+    """Together heads have 2.0 x 0.4 or 2.0 x 0.52, and n-grams 1.3 x 1.06."""
     rows = [row("heads", 1, 200), row("heads", 32, 100 * of_heads)]
-    served = advice_of(*rows, row("ngram", 1, 130), row("ngram", 32, 105))
+    served = advice_of(*rows, row("ngram", 1, 130), row("ngram", 32, 106))
     methods = [re.search("serve (\\w+),", text)[1] for text, _ in served]
     assert methods == ["heads", "ngram", "ngram"]
 
 
 def test_gains_above_a_loss_are_judged_with_it():
-    """0.7 x 1.2 x 1.1 is 0.92."""
+    """0.7 x 1.2 x 1.1 is 0.92, and its cube root 0.97."""
     rows = [row("heads", load, speed) for load, speed in ((1, 70), (16, 120), (32, 110))]
     ((text, command),) = advice_of(*rows)
-    assert text.startswith("1, 16 and 32 at a time: serve plain vLLM, no gain is certain")
-    assert command == f"{SERVE} --plain"
+    assert text.startswith("1, 16 and 32 at a time: serve plain vLLM, since nothing")
+    assert "(heads, 0.97x plain" in text and command == f"{SERVE} --plain"
 
 
 @pytest.mark.parametrize(
     ("heads", "other", "served"),
     [
-        ([110, 120], [115, 125], "heads"),  # nothing is certainly faster than the export as it is
-        ([110, 120], [125, 130], "heads with 5 drafts"),
-        ([95, 105], [101, 110], "heads with 5 drafts"),  # the export's gain is not certain
+        (120, 125, "heads"),  # 4 % are noise
+        (120, 130, "heads with 5 drafts"),
+        (104, 108, "heads with 5 drafts"),  # the export gains nothing
     ],
 )
 def test_the_export_as_it_is_is_preferred(heads, other, served):
-    ((text, command),) = advice_of(
-        row("heads", 1, max(heads), range=heads, baseline_range=[90, 100]),
-        row("heads with 5 drafts", 1, max(other), range=other, baseline_range=[90, 100]),
-    )
+    rows = [row("heads", 1, heads), row("heads with 5 drafts", 1, other)]
+    ((text, command),) = advice_of(*rows)
     assert text.startswith(f"1 at a time: serve {served}, ")
     assert command == (SERVE if served == "heads" else f"{SERVE} --draft-tokens 5")
