@@ -195,7 +195,7 @@ def _gain(loads: Sequence[Speeds], method: str) -> str:
     if not speedups:
         return "alone within check.slo"
     gain = f"{times(math.prod(speedups) ** (1 / len(speedups)))} plain vLLM"
-    if len(set(speedups)) > 1:
+    if len(speedups) > 1:
         gain += f" in the geometric mean, {times(min(speedups))} to {times(max(speedups))}"
     return gain
 

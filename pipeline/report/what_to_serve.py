@@ -92,7 +92,7 @@ def _margin(choice: ServingChoice | None) -> str:
     if choice is None or choice.margin is None:
         return UNKNOWN
     if not choice.is_beyond_scatter:
-        return "tie"
+        return f"tie with {choice.second}"
     return f"{percent(choice.margin)} over {choice.second}"
 
 

@@ -75,7 +75,7 @@ def test_a_load_out_of_time_does_not_decide_alone():
     rows = [row("heads", 1, 40), row("heads", 8, 40)]
     rows.append(row("heads", 64, 100, within_slo=0.01, baseline_within_slo=0.0))
     ((text, command),) = advice_of(*rows)
-    assert command == f"{SERVE} --plain" and "(heads, 0.40x plain vLLM)" in text
+    assert command == f"{SERVE} --plain" and "(heads, 0.40x plain vLLM in" in text
 
 
 def test_a_disturbed_load_is_not_judged():
@@ -130,8 +130,8 @@ def test_loads_are_judged_together():
     mean = "plain vLLM in the geometric mean"
     assert low == (f"1, 4 and 8 at a time: serve heads, 1.23x {mean}, 0.97x to 1.60x.", SERVE)
     assert high[0] == (
-        "16 and 32 at a time: serve plain vLLM, since nothing gains on it (ngram, 0.90x plain"
-        " vLLM)."
+        "16 and 32 at a time: serve plain vLLM, since nothing gains on it"
+        f" (ngram, 0.90x {mean}, 0.90x to 0.90x)."
     )
     assert one_server[0] == (
         "One server for all of these: serve plain vLLM, since nothing gains on it"

@@ -91,7 +91,7 @@ def test_the_fastest_of_each_load_is_marked():
     assert what_to_serve_table(Report()).rows == []
     tie = choice(1, "plain", "ngram", is_beyond=False, margin=0.1)
     plain, *_, last = what_to_serve_table(report_of(tie)).rows
-    assert (plain[3], last[3]) == ("100", "tie")
+    assert (plain[3], last[3]) == ("100", "tie with ngram")
     vllm = replace(found.vllm, disturbed_loads=[32])
     disturbed = what_to_serve_table(replace(found, check=replace(found.check, vllm=vllm)))
     assert disturbed.rows[-1][3:] == ("25.0% over ngram", "disturbed")
