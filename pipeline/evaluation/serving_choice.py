@@ -2,8 +2,8 @@
 
 Drafting pays less the more requests there are, so loads are judged together and not one by one: the
 lower ones, up to the load up to which the gain is largest, and those above. Speedups below `NOISE`
-are no gain. A gain is certain if the slowest repeats are faster than the fastest ones of plain
-decoding. A speed counts as far as its requests are within `check.slo`.
+are no gain. A gain is within the scatter if the slowest repeats are not faster than the fastest
+ones of plain decoding. A speed counts as far as its requests are within `check.slo`.
 
 Methods are measured one after another, so other work on the machine may slow one of them and not
 the next. A step that drafts does more work than a plain step, so a method's speedup over plain
@@ -115,7 +115,8 @@ def serving_choice(requests: int, speeds: Speeds) -> ServingChoice:
 def total_gain(loads: Sequence[Speeds], method: str, other: str = PLAIN) -> float:
     """Return how much a method gains over another: logarithms of speedup over noise, summed.
 
-    At each load the speedup counts as at most `MOST`, so that no load decides alone.
+    At each load the speedup counts as at most `MOST` and at least its inverse, so that no load
+    decides alone.
     """
     gain = 0.0
     for speeds in loads:
@@ -125,9 +126,9 @@ def total_gain(loads: Sequence[Speeds], method: str, other: str = PLAIN) -> floa
 
 
 def largest_gain(loads: Sequence[Speeds]) -> tuple[float, str]:
-    """Return the largest total gain at the loads, and the drafting method that has it.
+    """Return the total gain at the loads of the drafting method that gains most, and its name.
 
-    The heads as they are exported are preferred if they gain too, and the other method gains
+    The heads as they are exported are returned instead if they gain too, and the other method gains
     nothing over them.
     """
     gains = {name: total_gain(loads, name) for name in loads[0] if name != PLAIN}
