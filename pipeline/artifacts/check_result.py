@@ -76,8 +76,6 @@ class Speed:
     baseline_tokens_per_second: float | None = None
     time_to_first_token: float | None = None
     baseline_time_to_first_token: float | None = None
-    time_per_output_token: float | None = None
-    baseline_time_per_output_token: float | None = None
 
 
 @result

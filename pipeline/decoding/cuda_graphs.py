@@ -13,6 +13,7 @@ vocabulary.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,8 @@ class CudaGraphs:
         memory pool unusable (torch 2.13: pull request 190308).
         """
         mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings(action="ignore"):  # warns that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         try:
             self.run(function)
         finally:

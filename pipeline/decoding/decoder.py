@@ -19,7 +19,8 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
@@ -244,8 +245,10 @@ class Decoder:
         Arguments and errors are those of `generate`; errors are raised at the first item.
         """
         generators = [generator] if generator else None
-        for step in self.stream_batch([prompt_ids], max_new_tokens, rule, generators):
-            yield step[0][1]
+        steps = self.stream_batch([prompt_ids], max_new_tokens, rule, generators)
+        with closing(steps):
+            for step in steps:
+                yield step[0][1]
 
     @torch.inference_mode()
     def stream_batch(
@@ -254,7 +257,7 @@ class Decoder:
         max_new_tokens: int,
         rule: AcceptanceRule = greedy_acceptance,
         generators: Sequence[torch.Generator] | None = None,
-    ) -> Iterator[list[tuple[int, list[int]]]]:
+    ) -> Generator[list[tuple[int, list[int]]]]:
         """Decode several prompts as one batch; yield the new tokens after each forward.
 
         Forwards are one prefill per text, then steps of all unfinished texts. Each item is a list

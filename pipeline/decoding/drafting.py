@@ -16,7 +16,7 @@ V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -175,7 +175,7 @@ class DraftDecoder(Decoder):
         max_new_tokens: int,
         rule: AcceptanceRule = greedy_acceptance,
         generators: Sequence[torch.Generator] | None = None,
-    ) -> Iterator[list[tuple[int, list[int]]]]:
+    ) -> Generator[list[tuple[int, list[int]]]]:
         """Decode one prompt as `Decoder.stream_batch` does; raise ValueError for several."""
         if len(prompts) != 1:
             raise ValueError(f"a drafter proposes for one text at a time, not for {len(prompts)}")

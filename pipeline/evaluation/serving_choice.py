@@ -2,8 +2,8 @@
 
 Drafting pays less the more requests there are, so loads are judged together and not one by one: the
 lower ones, up to the load up to which the gain is largest, and those above. Speedups below `NOISE`
-are no gain. A gain is within the scatter if the slowest repeats are not faster than the fastest
-ones of plain decoding. A speed counts as far as its requests are within `check.slo`.
+are no gain. A method is faster in every repeat if its slowest one is faster than the fastest one of
+plain decoding. A speed counts as far as its requests are within `check.slo`.
 
 Methods are measured one after another, so other work on the machine may slow one of them and not
 the next. A step that drafts does more work than a plain step, so a method's speedup over plain
@@ -138,11 +138,6 @@ def largest_gain(loads: Sequence[Speeds]) -> tuple[float, str]:
     return gains[best], best
 
 
-def _slowest_speedup(loads: Sequence[Speeds], method: str) -> float:
-    """Return the product of the slowest repeats over plain decoding's fastest at the loads."""
-    return math.prod(each[method].slowest / max(each[PLAIN].fastest, LEAST) for each in loads)
-
-
 def serving_advice(
     by_load: Mapping[int, Speeds], methods: Sequence[ServedMethod]
 ) -> list[ServingAdvice]:
@@ -156,41 +151,45 @@ def serving_advice(
     number = max(numbers, key=lambda number: largest_gain(loads[:number])[0])
     if largest_gain(loads[:number])[0] <= 0:
         number = len(loads)
-    parts = {_named(names[:number]): loads[:number]}
+    parts = {_at_a_time(names[:number]): names[:number]}
     if number < len(loads):
-        parts |= {_named(names[number:]): loads[number:], "One server for all of these": loads}
+        parts |= {_at_a_time(names[number:]): names[number:], "One server for all of these": names}
     configs = {each.name: each.speculative_config for each in methods}
     advice = []
     for label, part in parts.items():
-        gain, method = largest_gain(part)
-        verdict = f"{method}, {_gain(part, method)}"
-        if gain <= 0:
-            verdict = f"plain vLLM, since nothing gains on it ({verdict})"
+        speeds = {load: by_load[load] for load in part}
+        gain, best = largest_gain(list(speeds.values()))
+        if gain > 0:
+            method = best
+            verdict = f"{best}, {_gain(speeds, best)}{_repeats(speeds, best)}"
+        else:
             method = PLAIN
-        elif _slowest_speedup(part, method) <= 1:
-            verdict += ", within the scatter of the repeats"
+            verdict = f"plain vLLM, since nothing gains on it ({best}, {_gain(speeds, best)})"
+        text = f"{label}: serve {verdict}."
+        if best != HEADS and HEADS in by_load[part[0]]:
+            text += f" Heads: {_gain(speeds, HEADS)}."
         command = _command(method, configs.get(method))
-        advice.append(
-            ServingAdvice(loads=label, text=f"{label}: serve {verdict}.", command=command)
-        )
+        advice.append(ServingAdvice(loads=label, text=text, command=command))
     return advice
 
 
-def _named(loads: Sequence[int]) -> str:
-    """Name loads: `1 at a time`, `1 and 32 at a time`, `4, 8 and 16 at a time`."""
+def _listed(loads: Sequence[int]) -> str:
+    """List loads: `1`, `1 and 32`, `4, 8 and 16`."""
     *others, last = [f"{load:,}" for load in loads]
-    if others:
-        last = f"{', '.join(others)} and {last}"
-    return f"{last} at a time"
+    return f"{', '.join(others)} and {last}" if others else last
 
 
-def _gain(loads: Sequence[Speeds], method: str) -> str:
+def _at_a_time(loads: Sequence[int]) -> str:
+    return f"{_listed(loads)} at a time"
+
+
+def _gain(loads: Mapping[int, Speeds], method: str) -> str:
     """Format a method's speedups at some loads: their geometric mean, and from which to which.
 
     Loads at which plain decoding has no request within `check.slo` have no speedup.
     """
     speedups = []
-    for speeds in loads:
+    for speeds in loads.values():
         if speeds[PLAIN].useful:
             speedups.append(speeds[method].useful / speeds[PLAIN].useful)
     if not speedups:
@@ -199,6 +198,16 @@ def _gain(loads: Sequence[Speeds], method: str) -> str:
     if len(speedups) > 1:
         gain += f" in the geometric mean, {times(min(speedups))} to {times(max(speedups))}"
     return gain
+
+
+def _repeats(loads: Mapping[int, Speeds], method: str) -> str:
+    """Say at which loads a method is faster in every repeat, or nothing if at all."""
+    certain = [load for load, each in loads.items() if each[method].slowest > each[PLAIN].fastest]
+    if len(certain) == len(loads):
+        return ""
+    if certain:
+        return f", faster in every repeat at {_listed(certain)}"
+    return ", but not in every repeat"
 
 
 def _command(method: str, config: Mapping[str, Any] | None) -> str:
@@ -227,7 +236,7 @@ def with_choices(figures: VllmFigures, rows: Sequence[LoadRow]) -> VllmFigures:
     choices = [serving_choice(requests, speeds) for requests, speeds in by_load.items()]
     advice = serving_advice(by_load, methods) if by_load else []
     if disturbed:
-        loads = _named(disturbed)
+        loads = _at_a_time(disturbed)
         text = (
             f"{loads}: not known. A method gained more than the tokens that it adds to a step."
             " Either other work slowed one that it is compared with, or the answers were too short"

@@ -195,7 +195,6 @@ class Pace:
     acceleration_rate: float
     tokens_per_second: float
     time_to_first_token: float
-    time_per_output_token: float
 
     @classmethod
     def of(cls, passes: Sequence[Pass], method: str) -> Pace:
@@ -208,12 +207,10 @@ class Pace:
         every = [one for answers in passes for one in answers[method]]
         seconds = statistics.median(sum(one.seconds for one in each[method]) for each in passes)
         num_tokens = sum(sum(one.accepted) for one in first)
-        per_token = [one.seconds / sum(one.accepted) for one in every if one.accepted]
         return cls(
             acceleration_rate=acceleration_rate(first),
             tokens_per_second=num_tokens / seconds if num_tokens else math.nan,
             time_to_first_token=statistics.median(one.seconds_prefill for one in every),
-            time_per_output_token=statistics.median(per_token or [math.nan]),
         )
 
 
@@ -248,8 +245,6 @@ def check_speed(
         baseline_tokens_per_second=rounded(plain.tokens_per_second, 2),
         time_to_first_token=rounded(pace.time_to_first_token, 6),
         baseline_time_to_first_token=rounded(plain.time_to_first_token, 6),
-        time_per_output_token=rounded(pace.time_per_output_token, 6),
-        baseline_time_per_output_token=rounded(plain.time_per_output_token, 6),
     )
 
 
@@ -299,7 +294,6 @@ def baseline_figures(prompts: Sequence[Prompt], passes: Sequence[Pass], name: st
         speedup=found.speedup,
         tokens_per_second=found.tokens_per_second,
         time_to_first_token=found.time_to_first_token,
-        time_per_output_token=found.time_per_output_token,
         categories=by_category(prompts, passes, name),
     )
 

@@ -127,19 +127,19 @@ def served_model_table(report: Report) -> Table:
 
 
 def methods_table(report: Report) -> Table:
-    """Build the report's table of decoding methods: tokens per forward and second, latencies."""
+    """Build the report's table of native methods: tokens per forward and second, latencies."""
     columns = ["method", "per step", "tokens/s", "speedup", "to first", "identical"]
     table = Table("Methods", columns)
     table.note = (
         "Per step: tokens per forward of the target. Tokens/s: those of all answers over the time"
-        " of all, natively one prompt at a time and without the prefills, in vLLM all prompts at"
-        " once and with them; the median of the repetitions. To first: the median time to an"
-        " answer's first token. Speedups are over plain decoding with the same engine; generate,"
-        " prompt lookup and assistant are transformers' own; vLLM uses the heads' top-1 chain, not"
-        " the tree."
+        " of all, one prompt at a time and without the prefills; the median of the repetitions."
+        " To first: the median time to an answer's first token. Generate, prompt lookup and"
+        " assistant are transformers' own. Methods in vLLM: see what to serve."
     )
     if report.native:
-        _add_plain(table, "plain", report.native)
+        plain = rate(report.native.baseline_tokens_per_second)
+        to_first = duration(report.native.baseline_time_to_first_token)
+        table.add("plain", ratio(1.0), plain, times(1.0), to_first, UNKNOWN)
         _add_method(table, "with heads", report.native)
         for other in report.native.baselines or []:
             name = other.name.replace("-", " ")
@@ -152,25 +152,10 @@ def methods_table(report: Report) -> Table:
                     f" indexed in {duration(other.datastore.build_seconds)}, and has a guess in"
                     f" {percent(other.drafted_share)} of its steps."
                 )
-    if report.vllm:
-        _add_plain(table, "vLLM plain", report.vllm)
-        _add_method(table, "vLLM with heads", report.vllm)
     return table
 
 
-def _add_plain(table: Table, name: str, engine: EngineFigures) -> None:
-    """Add an engine's plain decoding to the table of methods."""
-    table.add(
-        name,
-        ratio(1.0),
-        rate(engine.baseline_tokens_per_second),
-        times(1.0),
-        duration(engine.baseline_time_to_first_token),
-        UNKNOWN,
-    )
-
-
-def _add_method(table: Table, name: str, method: EngineFigures | Baseline) -> None:
+def _add_method(table: Table, name: str, method: NativeFigures | Baseline) -> None:
     """Add a decoding method to the table of methods."""
     table.add(
         name,
@@ -299,8 +284,9 @@ def _costs(row: TreeRow) -> tuple[str, str, str]:
 
 def _load_study(report: Report) -> Table:
     """Build the report's table of vLLM's speed and latencies by concurrent requests."""
-    table = Table("Study: load", ["method", "requests", "per draft", *SPEEDS])
+    table = Table("Study: load", ["method", "requests", "per draft"])
     rows = report.studies.load or []
+    table.columns += ["tokens/s, plain", "tokens/s, drafting", "speedup"]
     measures = ["to first", "per token"]
     has_limits = any(row.within_slo is not None for row in rows)
     if has_limits:

@@ -63,9 +63,9 @@ def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
     remarks = [
         f"Tokens/s are those {measured} with so many requests at once, on the check's prompts,"
         " and depend on the text. Per step: tokens kept per forward of the target."
-        " Identical: greedy answers equal to plain vLLM's. Tie: the two fastest are within the"
-        " scatter of the repeats, which one repeat does not show."
-        " Native speeds are in the tables below."
+        " Identical: greedy answers equal to plain vLLM's. Tie: neither of the two fastest is"
+        " the faster one in every repeat. Native speeds are in the tables below."
+        " check.draft_tokens adds rows of heads with fewer drafts per step."
     ]
     if report.run and vllm.advice:
         remarks.append("RUN_DIR is this run's directory.")
