@@ -11,9 +11,9 @@ import difflib
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import mode
 from typing import Any, get_args
 
 import yaml
@@ -63,7 +63,8 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     """
     path = _file_of(file)
     try:
-        settings = yaml.safe_load(path.read_bytes())
+        with path.open("rb") as opened:
+            settings = yaml.safe_load(opened)
     except FileNotFoundError:
         names = ", ".join(sorted(bundled.stem for bundled in BUNDLED.glob("*.yaml")))
         raise ConfigError(
@@ -205,11 +206,11 @@ def _place_in(settings: PlainData, run: Path) -> None:
 
 def _store_of_run_file(run: Path) -> Path | None:
     """Return the directory that most links in a run's `latest` lead into; None without links."""
-    stores: Counter[Path] = Counter()
+    stores = []
     for link in sorted((run / "latest").glob("[!.]*")):
         if link.is_symlink() and link.is_dir():
-            stores[link.resolve().parent] += 1
-    return stores.most_common(1)[0][0] if stores else None
+            stores.append(link.resolve().parent)
+    return mode(stores) if stores else None
 
 
 def _override(settings: PlainData, word: str) -> str:
@@ -325,7 +326,12 @@ def _problem(key: str, errors: list[Any]) -> str:
         return f"'{key}' is needed"
     messages = []
     for error in errors:
-        message = error["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+        message = (
+            error["msg"]
+            .removeprefix("Value error, ")
+            .replace("Input should", "it must")
+            .replace("a valid tuple", "a list, such as [a, b]")
+        )
         if message not in messages:
             messages.append(message)
     wanted = " or ".join(messages)

@@ -104,7 +104,7 @@ def test_paths_in_an_override_are_relative_to_the_working_directory(file, tmp_pa
         ("generate.samples=0", "must be greater than 0 or it must be 'auto'"),
         ("generate.rounds=2024-01-02", 'it must be a valid integer, not "2024-01-02"'),
         ("target.date=soon", "'target.date': it must be a valid date"),
-        ("train.roles=5", "it must be a valid tuple, not 5"),
+        ("train.roles=5", "it must be a list, such as [a, b], not 5"),
         ("train.medusa=5", "'train.medusa'"),
         ("export.formats=[expanded, expanded]", "'export.formats'"),
         ("run.name.x=1", "reaches into a value"),
