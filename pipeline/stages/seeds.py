@@ -260,7 +260,8 @@ def require_enough_rows(num_rows: int, holdout: float, where: str) -> None:
             f"{num_rows:,} conversations are too few: training, calibration and the check"
             f" need at least {MIN_HELD_OUT} rows each.",
             where,
-            "Name more or larger sources in seeds.sources, or change seeds.holdout.",
+            "Name more or larger sources in seeds.sources or, with"
+            f" {3 * MIN_HELD_OUT} conversations and more, change seeds.holdout.",
         )
 
 
