@@ -269,7 +269,6 @@ class VllmFigures(EngineFigures):
     loads: list[LoadRow] | None = None  # of all methods, with one prompt and all prompts at once
     failed_loads: dict[str, str] | None = None  # why a method has no rows in the study `load`
     choices: list[ServingChoice] | None = None
-    disturbed_loads: list[int] | None = None  # not judged, because other work disturbed them
     advice: list[ServingAdvice] | None = None  # what to serve, judged over all loads
     accepted_per_position: list[float] | None = None
     same_text_acceleration_rate: float | None = None  # replayed on native answers

@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -48,10 +48,7 @@ from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.export.layout import Content, read_layout
 from pipeline.targets.loading import load_on_gpus
 from pipeline.targets.vllm_decode import DecodeTask, VLLMTexts, decode_in_vllm
-from pipeline.targets.vllm_load import LoadFigures, LoadTask, serve_under_load
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from pipeline.targets.vllm_load import SERVERS, LoadFigures, LoadTask, serve_under_load
 
 Task = TypeVar("Task", bound=DecodeTask)
 LEVELS = (1, 2, 4, 8, 16, 32, 64)  # concurrent requests
@@ -68,8 +65,6 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     """
     settings = request.settings
     prompts = request.prompts
-    gpus = request.gpus
-    with_heads = drafting_arguments(request)
     drafting = heads_config(request)
     num_tokens = drafting["num_speculative_tokens"]
     progress.begin("vLLM starts", 0)
@@ -79,22 +74,24 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
         settings.max_new_tokens,
         in_turn=prompts_in_turn(prompts),
         repeats=settings.repeats,
-        gpus=gpus,
+        gpus=request.gpus,
     )
     compared = compared_configs(request)
-    tasks = _tasks_of_methods(task, with_heads, compared)
+    tasks = _tasks_of_methods(task, drafting_arguments(request), compared)
+    # Measured first and last, its repeats scatter as far as the machine's speed changes meanwhile.
+    tasks.append(replace(task, name="plain vLLM again", repeats=1, optional=True))
     plain, accelerated, *others, again = decode_in_vllm(tasks, progress.report)
     plain = plain.with_repeats(again)
     answers = accelerated.token_ids
     accepted = accelerated.accepted
     require_steps(accepted)
     comparison_of = _comparer(request, plain)
-    comparison = comparison_of(accelerated)
+    comparison = comparison_of(answers)
     heads = served_method(HEADS, drafting, prompts, plain, accelerated, comparison.match)
     methods = [heads]
     loads = load_rows_of_check(heads, plain, accelerated)
     for (name, config), texts in zip(compared.items(), others, strict=True):
-        match = None if texts.failed else comparison_of(texts).match
+        match = None if texts.failed else comparison_of(texts.token_ids).match
         method = served_method(name, config, prompts, plain, texts, match)
         methods.append(method)
         if not texts.failed:
@@ -115,49 +112,37 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
         tie_tolerance=tie_tolerance(request.target, settings),
         dtype=request.target.dtype,
     )
-    figures = with_choices(figures, loads)
     figures = with_new_answers(figures, request, answers, accepted)
+    figures = with_choices(figures, loads)
     return CheckResult(vllm=figures, differing=comparison.differing)
 
 
 def _tasks_of_methods(
     plain: Task, with_heads: Content, compared: Mapping[str, Content]
 ) -> list[Task]:
-    """Return the tasks of plain decoding, the heads, each method, and plain decoding again.
-
-    Plain decoding is measured first and last, so that its repeats scatter as far as the machine's
-    speed changes meanwhile. Tasks after the heads' are optional.
-    """
+    """Return the tasks of plain decoding, the heads, and each other method, which is optional."""
     tasks = [plain, replace(plain, engine_args=with_heads, name="vLLM with the heads")]
     for name, config in compared.items():
         arguments = {"speculative_config": config}
         tasks.append(replace(plain, engine_args=arguments, name=f"vLLM, {name}", optional=True))
-    return [*tasks, replace(plain, name="plain vLLM again", repeats=1, optional=True)]
+    return tasks
 
 
-def _comparer(request: CheckRequest, plain: VLLMTexts) -> Callable[[VLLMTexts], Comparison]:
-    """Return a function that compares a method's texts with those of plain decoding.
+def _comparer(
+    request: CheckRequest, plain: VLLMTexts
+) -> Callable[[Sequence[list[int]]], Comparison]:
+    """Return a function that compares a method's answers with those of plain decoding.
 
-    It loads the target once, and only if texts differ.
+    It loads the target once, and only if answers differ.
     """
-
-    @functools.cache
-    def model() -> PreTrainedModel:
-        return load_on_gpus(request.target, request.gpus)
-
-    tolerance = tie_tolerance(request.target, request.settings)
-
-    def compare_with_plain(texts: VLLMTexts) -> Comparison:
-        """Compare a method's texts with those of plain decoding."""
-        return compare(
-            request.prompts,
-            plain.token_ids,
-            texts.token_ids,
-            lambda prefix: top_2_gap(model(), prefix),
-            tolerance,
-        )
-
-    return compare_with_plain
+    model = functools.cache(functools.partial(load_on_gpus, request.target, request.gpus))
+    return functools.partial(
+        compare,
+        request.prompts,
+        plain.token_ids,
+        gap_at=lambda prefix: top_2_gap(model(), prefix),
+        tolerance=tie_tolerance(request.target, request.settings),
+    )
 
 
 def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) -> list[float]:
@@ -209,29 +194,26 @@ def load_study(
 ) -> tuple[list[LoadRow], dict[str, str]]:
     """Measure vLLM's server under load, plain, with heads and by each compared method (`load`).
 
-    Each number of concurrent requests is measured `check.repeats` times and gives one row for each
-    method: the figures of its fastest pass.
+    Each number of concurrent requests is measured at least `check.repeats` times, in `SERVERS`
+    servers, and gives one row for each method: the figures of its fastest pass.
 
     Returns:
         The rows, and why a compared method has none, by its name.
     """
     progress.begin("vLLM's server starts", 0, unit="loads")
     settings = request.settings
-    with_heads = drafting_arguments(request)
     task = LoadTask(
         request.target,
         [prompt.ids for prompt in request.prompts],
         settings.max_new_tokens,
-        repeats=settings.repeats,
+        repeats=math.ceil(settings.repeats / SERVERS),
         gpus=gpus,
         levels=LEVELS,
     )
     compared = compared_configs(request)
-    tasks = _tasks_of_methods(task, with_heads, compared)
-    plain, *others, again = serve_under_load(tasks, progress.report)
+    tasks = _tasks_of_methods(task, drafting_arguments(request), compared)
+    plain, *others = serve_under_load(tasks, progress.report)
     assert not isinstance(plain, str), "it is not optional"
-    if not isinstance(again, str):
-        plain = [_faster(first, last) for first, last in zip(plain, again, strict=True)]
     rows = []
     failed = {}
     for name, figures in zip((HEADS, *compared), others, strict=True):
@@ -240,12 +222,6 @@ def load_study(
         else:
             rows += load_rows(plain, figures, settings.slo, name)
     return rows, failed
-
-
-def _faster(first: LoadFigures, last: LoadFigures) -> LoadFigures:
-    """Return the figures of the faster of two measurements, with the speeds of both."""
-    faster = min(first, last, key=lambda figures: figures.seconds)
-    return replace(faster, speeds=[*first.speeds, *last.speeds])
 
 
 def load_rows(

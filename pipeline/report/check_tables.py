@@ -10,7 +10,6 @@ from pipeline.artifacts.check_result import (
     BatchRow,
     Category,
     EngineFigures,
-    LoadRow,
     NativeFigures,
     Percentiles,
     TreeRow,
@@ -215,7 +214,7 @@ def tables_by_category(report: Report) -> dict[str, Table]:
     return {"rates_by_category": rates, "speeds_by_category": speeds}
 
 
-def _speeds(row: Category | BatchRow | LoadRow) -> tuple[str, str, str]:
+def _speeds(row: Category | BatchRow) -> tuple[str, str, str]:
     """Format tokens per second, plain and with heads, and the speedup as table cells."""
     plain = rate(row.baseline_tokens_per_second)
     return plain, rate(row.tokens_per_second), times(row.speedup)
@@ -294,8 +293,9 @@ def _load_study(report: Report) -> Table:
     for measure in measures:
         table.columns += [f"{measure}, plain", f"{measure}, drafting"]
     table.note = (
-        "vLLM as a server, with so many requests at once; time to the first token and per further"
-        " one in ms, p50 / p90 / p99 of the requests. Prompts repeat where they are fewer. Client"
+        "vLLM as a server, with so many requests at once: tokens/s of the slowest pass and the"
+        " fastest, which counts; time to the first token and per further one in ms, p50 / p90 /"
+        " p99 of the requests. Prompts repeat where they are fewer. Client"
         " and server share the machine. Per draft: the answers' tokens without the first of each,"
         " over the drafts that the server counts. Steps without a draft are not counted here, and"
         " are in the check's rate per step."
@@ -319,13 +319,23 @@ def _load_study(report: Report) -> Table:
         verified = row.requests * (1 + draft_tokens.get(row.method, 0))
         if limits is not None and verified > limits.memory_bound_tokens:
             requests += " *"
-        cells = [ratio(row.acceleration_rate), *_speeds(row)]
+        cells = [
+            ratio(row.acceleration_rate),
+            _range(row.baseline_range),
+            _range(row.range),
+            times(row.speedup),
+        ]
         for waited in (row.baseline_ttft_ms, row.ttft_ms, row.baseline_tpot_ms, row.tpot_ms):
             cells.append(_percentiles(waited))
         if has_limits:
             cells += [percent(row.baseline_within_slo), percent(row.within_slo)]
         table.add(row.method, requests, *cells)
     return table
+
+
+def _range(speeds: list[float] | None) -> str:
+    """Format the speeds of the slowest and the fastest pass: `200 to 235`."""
+    return " to ".join(map(rate, speeds or []))
 
 
 def _percentiles(times: Percentiles | None) -> str:

@@ -36,19 +36,21 @@ def what_to_serve_table(report: Report) -> Table:
     margins = ["margin over the next", "", ""]
     cells: dict[str, list[str]] = {PLAIN: plain}
     for method in vllm.methods or []:
-        rate_and_match = [ratio(method.acceleration_rate), greedy_matches(method.greedy_match)]
-        cells[method.name] = [method.name, *rate_and_match]
+        cells[method.name] = [
+            method.name,
+            ratio(method.acceleration_rate),
+            greedy_matches(method.greedy_match),
+        ]
     for row in report.studies.load or vllm.loads or []:
         choice = choices.get(row.requests)
         best = choice.method if choice and choice.is_beyond_scatter else None
         if row.method == HEADS:
             table.columns.append(f"tokens/s, {count(row.requests)} at once")
-            is_disturbed = row.requests in (vllm.disturbed_loads or [])
-            margins.append("disturbed" if is_disturbed else _margin(choice))
-            speed = _speed(row.baseline_tokens_per_second, row.baseline_within_slo)
-            plain.append(_marked(speed, best == PLAIN))
-        speed = _speed(row.tokens_per_second, row.within_slo)
-        cells[row.method].append(_marked(speed, best == row.method))
+            margins.append(_margin(choice))
+            plain.append(
+                _speed(row.baseline_tokens_per_second, row.baseline_within_slo, best == PLAIN)
+            )
+        cells[row.method].append(_speed(row.tokens_per_second, row.within_slo, best == row.method))
     for row_cells in cells.values():
         if len(row_cells) > 3:
             table.add(*row_cells)
@@ -64,8 +66,9 @@ def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
         f"Tokens/s are those {measured} with so many requests at once, on the check's prompts,"
         " and depend on the text. Per step: tokens kept per forward of the target."
         " Identical: greedy answers equal to plain vLLM's. Tie: neither of the two fastest is"
-        " the faster one in every repeat. Native speeds are in the tables below."
-        " check.draft_tokens adds rows of heads with fewer drafts per step."
+        " the faster one in every repeat. Native speeds, and waiting times in the study of load,"
+        " are in the tables below. check.draft_tokens adds rows of heads with fewer drafts per"
+        " step, and check.slo limits waiting times."
     ]
     if report.run and vllm.advice:
         remarks.append("RUN_DIR is this run's directory.")
@@ -89,19 +92,18 @@ def commands(advice: Sequence[ServingAdvice]) -> list[str]:
 
 def _margin(choice: ServingChoice | None) -> str:
     """Format by how much the fastest method is faster than the next, or that the two tie."""
-    if choice is None or choice.margin is None:
+    if choice is None:
+        return "not judged"
+    if choice.margin is None:
         return UNKNOWN
     if not choice.is_beyond_scatter:
         return f"tie with {choice.second}"
     return f"{percent(choice.margin)} over {choice.second}"
 
 
-def _marked(speed: str, is_best: bool) -> str:
-    """Mark the speed of the fastest method."""
-    return f"{speed} (fastest)" if is_best else speed
-
-
-def _speed(tokens_per_second: float | None, within_slo: float | None) -> str:
-    """Format a speed, with the share of requests within `check.slo` where there are limits."""
+def _speed(tokens_per_second: float | None, within_slo: float | None, is_best: bool) -> str:
+    """Format a speed, with the share of requests within `check.slo`, and mark the fastest."""
     speed = rate(tokens_per_second)
-    return speed if within_slo is None else f"{speed} ({percent(within_slo)} in time)"
+    if within_slo is not None:
+        speed += f" ({percent(within_slo)} in time)"
+    return f"{speed} (fastest)" if is_best else speed

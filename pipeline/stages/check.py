@@ -187,10 +187,12 @@ class CheckEngines:
         figures = with_expectations(result.vllm, chain, held_out)
         if "load" in request.settings.studies:
             load, failed = self.call(load_study, "vllm", request=request)
-            figures = with_choices(figures, load)
-            figures = replace(figures, studies=Studies(load=load), failed_loads=failed or None)
-            limits = self.batch_limits(result.hardware or {})
-            figures = replace(figures, batch_limits=limits)
+            figures = replace(
+                with_choices(figures, load),
+                studies=Studies(load=load),
+                failed_loads=failed or None,
+                batch_limits=self.batch_limits(result.hardware or {}),
+            )
         return figures
 
     def batch_limits(self, hardware: JsonObject) -> BatchLimits | None:

@@ -27,19 +27,19 @@ from pipeline.targets.vllm_server import LOOPBACK, Address, free_port, running_s
 
 NAME = "served"  # the model's name in requests
 ROUNDS = 2  # least number of requests per concurrent request
+SERVERS = 2  # for each task, so that its passes are minutes apart
 WHERE = "check.studies: load"
 FIX = "Take load out of check.studies."
 
 
 @dataclass(frozen=True)
 class LoadTask(DecodeTask):
-    """The prompts and load levels for one vLLM server.
+    """The prompts and load levels for vLLM servers of one kind.
 
     A level is a number of concurrent requests. Prompts repeat in order until there are at least
     `ROUNDS` requests per concurrent request. A pass measures all levels one after another, and
-    there are `repeats` passes. So other work on the machine disturbs one pass of several levels
-    rather than all passes of one level. The result of a level is its fastest pass, because other
-    work can only slow a pass.
+    there are `repeats` passes in each server. So other work on the machine disturbs one pass of
+    several levels rather than all passes of one level.
     """
 
     levels: Sequence[int] = ()
@@ -71,39 +71,40 @@ class LoadFigures:
 def serve_under_load(
     tasks: Sequence[LoadTask], on_report: Report | None = None
 ) -> list[list[LoadFigures] | str]:
-    """Measure one vLLM server for each task; return the figures of each task's load levels.
+    """Measure vLLM servers for each task; return the figures of each task's load levels.
 
-    Servers run one after another. Texts are greedy and end at the target's own EOS ids. Prefixes
-    are not cached. An optional task that fails has the reason instead of figures.
+    Servers run one after another: one of each task, `SERVERS` times. Texts are greedy and end at
+    the target's own EOS ids. Prefixes are not cached. An optional task that fails has the reason
+    instead of figures.
 
     Raises:
         ConfigError: As `engine_arguments` does.
-        EnvironmentFault: vLLM is not importable, GPUs are missing, the server cannot start, or
+        EnvironmentFault: vLLM is not importable, GPUs are missing, a server cannot start, or
             requests fail.
     """
-    found: list[list[LoadFigures] | str] = []
-    for task in tasks:
+    passes: list[list[LoadFigures]] = [[] for _ in tasks]
+    failures: dict[int, str] = {}
+    for number, task in [*enumerate(tasks)] * SERVERS:
+        if number in failures:
+            continue
         try:
-            found.append(in_own_process(measure_server, task, on_report))
+            passes[number] += in_own_process(measure_server, task, on_report)
         except MedusaDistillError as error:
             if not task.optional:
                 raise
-            found.append(one_line(error))
-    return found
+            failures[number] = one_line(error)
+    return [failures.get(number) or fastest_passes(each) for number, each in enumerate(passes)]
 
 
 def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
-    """Start a vLLM server, and measure it at each load level of the task.
-
-    The figures of a level are those of its fastest pass.
-    """
+    """Start a vLLM server, and measure each pass over the load levels of the task."""
     import_vllm()
     side = f"server of {task.name}"
     report(part=f"{side} starts")
     eos = eos_token_ids(task.spec)
     questions = task.requests()
-    passes: dict[int, list[LoadFigures]] = {level: [] for level in task.levels}
     loads = [*task.levels] * task.repeats
+    passes = []
     arguments = {**task.engine_args, "enable_prefix_caching": False}
     with server_of(task.spec, arguments, task.gpus) as address:
         for turn, level in enumerate(loads):
@@ -111,9 +112,20 @@ def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
             report(part=side, done=turn, total=len(loads), unit="loads", note=note)
             num_requests = max(len(questions), ROUNDS * level)
             requests = list(islice(cycle(questions), num_requests))
-            passes[level].append(asyncio.run(_benchmark_server(address, requests, level, eos)))
+            passes.append(asyncio.run(_benchmark_server(address, requests, level, eos)))
+    return passes
+
+
+def fastest_passes(passes: Sequence[LoadFigures]) -> list[LoadFigures]:
+    """Return the fastest pass at each load level, with the speeds of all passes at this level.
+
+    Other work on the machine can only slow a pass.
+    """
+    by_level: dict[int, list[LoadFigures]] = {}
+    for figures in passes:
+        by_level.setdefault(figures.requests, []).append(figures)
     rows = []
-    for of_level in passes.values():
+    for of_level in by_level.values():
         fastest = min(of_level, key=lambda figures: figures.seconds)
         speeds = [figures.num_tokens / figures.seconds for figures in of_level]
         rows.append(replace(fastest, speeds=speeds))

@@ -65,7 +65,7 @@ def error_of(draws: list[float]) -> float:
 
 
 def test_equal_sequences_load_no_target(check, monkeypatch):
-    monkeypatch.setattr(served, "load_on_gpus", None)
+    monkeypatch.setattr(served, "load_on_gpus", lambda *_: pytest.fail("there is nothing to judge"))
     found = check([[1, 2], [3]], [[1, 2], [3]]).vllm
     assert found.num_speculative_tokens == 3 and found.acceleration_rate == 1.75
     assert found.standard_error == error_of([2.0, 1.75, 1.75, 1.5])
@@ -157,8 +157,7 @@ def test_all_servers_are_asked_alike(tiny_target, monkeypatch):
         for level in tasks[0].levels:
             found = measured(level, seconds=1.0, num_tokens=100)
             plain.append(replace(found, speeds=[100.0]))
-        again = [replace(level, seconds=0.5, speeds=[200.0]) for level in plain]
-        return plain, plain, "It died.", again
+        return plain, plain, "It died."
 
     asked: list[LoadTask] = []
     monkeypatch.setattr(served, "serve_under_load", serve_under_load)
@@ -166,15 +165,14 @@ def test_all_servers_are_asked_alike(tiny_target, monkeypatch):
     target = TargetSpec(str(tiny_target))
     request = CheckRequest(target, "export", PROMPTS, settings, speculative_config=CHAIN)
     found, failed = load_study(request, gpus=0)
-    task = LoadTask(target, [[0, 5], [0, 6]], 9, repeats=settings.repeats, levels=LEVELS)
+    assert settings.repeats == 3, "in two servers"
+    task = LoadTask(target, [[0, 5], [0, 6]], 9, repeats=2, levels=LEVELS)
     heads = {"speculative_config": CHAIN}
     assert asked[:2] == [task, replace(task, engine_args=heads, name="vLLM with the heads")]
     assert asked[2].engine_args["speculative_config"]["method"] == "ngram" and asked[2].optional
     assert [row.requests for row in found] == [1, 2, 4, 8, 16, 32, 64]
     assert {row.method for row in found} == {"heads"} and failed == {"ngram": "It died."}
-    assert (asked[-1].name, asked[-1].repeats) == ("plain vLLM again", 1) and asked[-1].optional
-    assert {tuple(row.baseline_range) for row in found} == {(100.0, 200.0)}
-    assert {row.baseline_tokens_per_second for row in found} == {200.0}, "of the faster server"
+    assert {row.baseline_tokens_per_second for row in found} == {100.0}
 
 
 def test_a_row_has_the_range_of_several_passes():

@@ -92,9 +92,8 @@ def test_the_fastest_of_each_load_is_marked():
     tie = choice(1, "plain", "ngram", is_beyond=False, margin=0.1)
     plain, *_, last = what_to_serve_table(report_of(tie)).rows
     assert (plain[3], last[3]) == ("100", "tie with ngram")
-    vllm = replace(found.vllm, disturbed_loads=[32])
-    disturbed = what_to_serve_table(replace(found, check=replace(found.check, vllm=vllm)))
-    assert disturbed.rows[-1][3:] == ("25.0% over ngram", "disturbed")
+    disturbed = what_to_serve_table(report_of(found.vllm.choices[0]))
+    assert disturbed.rows[-1][3:] == ("25.0% over ngram", "not judged")
     alone = what_to_serve_table(replace(found, run=None))  # heads that were measured without a run
     assert not alone.commands and "RUN_DIR" not in alone.note
     assert alone.rows == table.rows

@@ -25,7 +25,8 @@ def test_loads_take_turns_and_the_fastest_pass_counts(random_target, monkeypatch
     monkeypatch.setattr(vllm_load, "server_of", lambda *_: contextlib.nullcontext(""))
     monkeypatch.setattr(vllm_load, "_benchmark_server", benchmark)
     task = LoadTask(random_target, [[1, 2], [3]], 9, repeats=3, levels=[1, 4])
-    rows = vllm_load.measure_server(task, lambda **progress: reports.append(progress))
+    passes = vllm_load.measure_server(task, lambda **progress: reports.append(progress))
+    rows = vllm_load.fastest_passes(passes)
     assert asked == [(1, 2), (4, 8)] * 3
     assert [(row.requests, row.seconds) for row in rows] == [(1, 2.0), (4, 2.0)]
     assert rows[0].speeds == [9 / 2, 9 / 90, 9 / 3]
@@ -34,15 +35,21 @@ def test_loads_take_turns_and_the_fastest_pass_counts(random_target, monkeypatch
 
 def test_an_optional_server_that_fails_ends_no_other(random_target, monkeypatch):
     def in_own_process(function, task, on_report):
+        started.append(task.name)
         if task.name == "ngram":
             raise EnvironmentFault("It died.", "", "")
-        return [LoadFigures(1, 1.0, 9, [], [], None)]
+        return [LoadFigures(1, float(len(started)), 9, [], [], None)]
+
+    started: list[str] = []
 
     monkeypatch.setattr(vllm_load, "in_own_process", in_own_process)
     plain = LoadTask(random_target, [[1]], 9, levels=[1])
     ngram = replace(plain, name="ngram", optional=True)
-    found = serve_under_load([plain, ngram, plain])
-    (first,), reason, (last,) = found
-    assert first.requests == last.requests == 1 and reason == "It died"
+    heads = replace(plain, name="heads")
+    (first,), reason, (last,) = serve_under_load([plain, ngram, heads])
+    assert reason == "It died"
+    assert started == [plain.name, "ngram", "heads", plain.name, "heads"], "in two rounds"
+    assert (first.seconds, first.speeds) == (1.0, [9 / 1, 9 / 4])
+    assert (last.seconds, last.speeds) == (3.0, [9 / 3, 9 / 5])
     with pytest.raises(EnvironmentFault):
         serve_under_load([replace(ngram, optional=False)])
