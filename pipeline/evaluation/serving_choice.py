@@ -36,8 +36,8 @@ LEAST = 1e-9  # tokens per second, instead of none
 MOST = 4.0  # largest factor that a gain or loss at one load counts as
 NOISE = 1.05  # a smaller speedup is none
 ROUGH = (
-    "What follows is rough, as the warnings say: the prompts are few, or answers were seen in"
-    " training. Before you serve, check with 32 or more new questions like those of your users."
+    "What follows is rough: the check's prompts are few, or many of its answers are in the"
+    " training text. Before you serve, check with 32 or more new questions like your users'."
 )
 
 
