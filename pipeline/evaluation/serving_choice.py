@@ -171,7 +171,7 @@ def serving_advice(
             verdict = f"{best}, {_gain(speeds, best)}{_repeats(speeds, best)}"
         else:
             method = PLAIN
-            verdict = f"plain vLLM, since nothing gains 5 % on it ({best}, {_gain(speeds, best)})"
+            verdict = f"plain vLLM, since nothing gains 5 % on it: {best}, {_gain(speeds, best)}"
         text = f"{label}: serve {verdict}."
         if best != HEADS and HEADS in by_load[part[0]]:
             text += f" Heads: {_gain(speeds, HEADS)}."
@@ -191,7 +191,7 @@ def _at_a_time(loads: Sequence[int]) -> str:
 
 
 def _gain(loads: Mapping[int, Speeds], method: str) -> str:
-    """Format a method's speedups at some loads: their geometric mean, and from which to which.
+    """Format a method's speedups at some loads: their geometric mean, and their range.
 
     Loads at which plain decoding has no request within `check.slo` have no speedup.
     """
@@ -203,7 +203,7 @@ def _gain(loads: Mapping[int, Speeds], method: str) -> str:
         return "alone within check.slo"
     gain = f"{times(math.prod(speedups) ** (1 / len(speedups)))} plain vLLM"
     if len(speedups) > 1:
-        gain += f" in the geometric mean, {times(min(speedups))} to {times(max(speedups))}"
+        gain += f" in the geometric mean ({times(min(speedups))} to {times(max(speedups))} by load)"
     return gain
 
 

@@ -75,7 +75,7 @@ def test_a_load_out_of_time_does_not_decide_alone():
     rows = [row("heads", 1, 40), row("heads", 8, 40)]
     rows.append(row("heads", 64, 100, within_slo=0.01, baseline_within_slo=0.0))
     ((text, command),) = advice_of(*rows)
-    assert command == f"{SERVE} --plain" and "(heads, 0.40x plain vLLM in" in text
+    assert command == f"{SERVE} --plain" and ": heads, 0.40x plain vLLM in" in text
 
 
 def test_a_disturbed_load_is_not_judged():
@@ -106,7 +106,7 @@ def test_a_method_with_another_text_is_not_served():
     [
         (120, 101, "heads, 1.25x plain vLLM"),
         (120, 99, "heads, 1.25x plain vLLM, but not in every repeat"),
-        (100, 99, "plain vLLM, since nothing gains 5 % on it (heads, 1.04x plain vLLM)"),
+        (100, 99, "plain vLLM, since nothing gains 5 % on it: heads, 1.04x plain vLLM"),
     ],
 )
 def test_a_gain_in_some_repeats_alone_is_marked(speed, slowest, verdict):
@@ -143,22 +143,23 @@ def test_loads_are_judged_together():
     mean = "plain vLLM in the geometric mean"
     certain = "faster than plain in every repeat at 1 and 8"
     assert low == (
-        f"1, 4 and 8 at a time: serve heads, 1.23x {mean}, 0.97x to 1.60x, {certain}.",
+        f"1, 4 and 8 at a time: serve heads, 1.23x {mean} (0.97x to 1.60x by load), {certain}.",
         SERVE,
     )
     assert high[0] == (
         "16 and 32 at a time: serve plain vLLM, since nothing gains 5 % on it"
-        f" (ngram, 0.90x {mean}, 0.90x to 0.90x). Heads: 0.72x {mean}, 0.58x to 0.90x."
+        f": ngram, 0.90x {mean} (0.90x to 0.90x by load). Heads: 0.72x {mean} (0.58x to 0.90x by"
+        " load)."
     )
     assert one_server[0] == (
         "One server for 1, 4, 8, 16 and 32 at a time: serve plain vLLM, since nothing gains 5 % on"
-        f" it (heads, 0.99x {mean}, 0.58x to 1.60x)."
+        f" it: heads, 0.99x {mean} (0.58x to 1.60x by load)."
     )
     assert one_server[1] == high[1] == f"{SERVE} --plain"
     *_, one_server = advice_of(*rows[2:])
     assert one_server == (
-        f"One server for 1, 4, 8 and 16 at a time: serve heads, 1.14x {mean}, 0.90x to 1.60x,"
-        f" {certain}.",
+        f"One server for 1, 4, 8 and 16 at a time: serve heads, 1.14x {mean}"
+        f" (0.90x to 1.60x by load), {certain}.",
         SERVE,
     )
 
@@ -177,7 +178,7 @@ def test_gains_above_a_loss_are_judged_with_it():
     rows = [row("heads", load, speed) for load, speed in ((1, 70), (16, 120), (32, 110))]
     ((text, command),) = advice_of(*rows)
     assert text.startswith("1, 16 and 32 at a time: serve plain vLLM, since nothing")
-    assert "(heads, 0.97x plain" in text and command == f"{SERVE} --plain"
+    assert ": heads, 0.97x plain" in text and command == f"{SERVE} --plain"
 
 
 @pytest.mark.parametrize(
