@@ -233,21 +233,19 @@ def load_rows(
     """Build the load study's rows of a method from its server's figures and the plain server's."""
     rows = []
     for before, after in zip(plain, with_method, strict=True):
-        plain_speed = before.num_tokens / before.seconds
-        speed = after.num_tokens / after.seconds
         rows.append(
             LoadRow(
                 method=method,
                 requests=after.requests,
                 range=range_of(after.speeds),
                 baseline_range=range_of(before.speeds),
-                speedup=rounded(speed / plain_speed),
+                speedup=rounded(after.speed / before.speed),
                 acceleration_rate=after.acceleration_rate,
-                tokens_per_second=rounded(speed),
+                tokens_per_second=rounded(after.speed),
                 ttft_ms=_percentiles(after.ttft),
                 tpot_ms=_percentiles(after.tpot),
                 within_slo=_share_within_limits(limits, after),
-                baseline_tokens_per_second=rounded(plain_speed),
+                baseline_tokens_per_second=rounded(before.speed),
                 baseline_ttft_ms=_percentiles(before.ttft),
                 baseline_tpot_ms=_percentiles(before.tpot),
                 baseline_within_slo=_share_within_limits(limits, before),

@@ -35,9 +35,11 @@ from pipeline.report.facts import DISTURBED, ENOUGH_PROMPTS, MANY_SEEN
 LEAST = 1e-9  # tokens per second, instead of none
 MOST = 4.0  # largest factor that a gain or loss at one load counts as
 NOISE = 1.05  # a smaller speedup is none
-ROUGH = (
-    "What follows is rough: the check's prompts are few, or many of its answers are in the"
-    " training text. Before you serve, check with 32 or more new questions like your users'."
+CHECK_FIRST = ServingAdvice(
+    loads="before you serve",
+    text="What follows is rough: the check's prompts are few, or many of its answers are in the"
+    " training text. Before you serve, check with 32 or more new questions like your users'.",
+    command="medusa-distill run RUN_DIR check.prompts=QUESTIONS.jsonl seeds.decontaminate=false",
 )
 
 
@@ -116,17 +118,18 @@ def serving_choice(requests: int, speeds: Speeds) -> ServingChoice:
     )
 
 
-def total_gain(loads: Sequence[Speeds], method: str, other: str = PLAIN) -> float:
-    """Return how much a method gains over another: logarithms of speedup over noise, summed.
+def _speedup(speeds: Speeds, method: str, other: str = PLAIN) -> float:
+    """Return a method's speedup over another at one load.
 
-    At each load the speedup counts as at most `MOST` and at least its inverse, so that no load
-    decides alone.
+    It is at most `MOST` and at least its inverse, so that no load decides alone.
     """
-    gain = 0.0
-    for speeds in loads:
-        speedup = speeds[method].useful / max(speeds[other].useful, LEAST)
-        gain += math.log(min(max(speedup, 1 / MOST), MOST) / NOISE)
-    return gain
+    speedup = speeds[method].useful / max(speeds[other].useful, LEAST)
+    return min(max(speedup, 1 / MOST), MOST)
+
+
+def total_gain(loads: Sequence[Speeds], method: str, other: str = PLAIN) -> float:
+    """Return how much a method gains over another: logarithms of speedup over noise, summed."""
+    return sum(math.log(_speedup(speeds, method, other) / NOISE) for speeds in loads)
 
 
 def largest_gain(loads: Sequence[Speeds]) -> tuple[float, str]:
@@ -171,7 +174,9 @@ def serving_advice(
             verdict = f"{best}, {_gain(speeds, best)}{_repeats(speeds, best)}"
         else:
             method = PLAIN
-            verdict = f"plain vLLM, since nothing gains 5 % on it: {best}, {_gain(speeds, best)}"
+            verdict = (
+                f"plain vLLM, since nothing gains 5 % on average: {best}, {_gain(speeds, best)}"
+            )
         text = f"{label}: serve {verdict}."
         if best != HEADS and HEADS in by_load[part[0]]:
             text += f" Heads: {_gain(speeds, HEADS)}."
@@ -191,16 +196,10 @@ def _at_a_time(loads: Sequence[int]) -> str:
 
 
 def _gain(loads: Mapping[int, Speeds], method: str) -> str:
-    """Format a method's speedups at some loads: their geometric mean, and their range.
-
-    Loads at which plain decoding has no request within `check.slo` have no speedup.
-    """
-    speedups = []
-    for speeds in loads.values():
-        if speeds[PLAIN].useful:
-            speedups.append(speeds[method].useful / speeds[PLAIN].useful)
-    if not speedups:
+    """Format a method's speedups at some loads: their geometric mean, and their range."""
+    if not any(speeds[PLAIN].useful for speeds in loads.values()):
         return "alone within check.slo"
+    speedups = [_speedup(speeds, method) for speeds in loads.values()]
     gain = f"{times(math.prod(speedups) ** (1 / len(speedups)))} plain vLLM"
     if len(speedups) > 1:
         gain += f" in the geometric mean ({times(min(speedups))} to {times(max(speedups))} by load)"
@@ -208,7 +207,7 @@ def _gain(loads: Mapping[int, Speeds], method: str) -> str:
 
 
 def _repeats(loads: Mapping[int, Speeds], method: str) -> str:
-    """Say at which loads a method is faster in every repeat, or nothing if at all."""
+    """Say at which loads a method is faster in every repeat; say nothing if it is at all loads."""
     certain = [load for load, each in loads.items() if each[method].slowest > each[PLAIN].fastest]
     if len(certain) == len(loads):
         return ""
@@ -243,9 +242,8 @@ def with_choices(figures: VllmFigures, rows: Sequence[LoadRow]) -> VllmFigures:
     choices = [serving_choice(requests, speeds) for requests, speeds in by_load.items()]
     advice = []
     few = figures.greedy_match.sequences < ENOUGH_PROMPTS
-    if few or (figures.seen_share or 0) > MANY_SEEN:
-        command = "medusa-distill run RUN_DIR check.prompts=QUESTIONS.jsonl"
-        advice.append(ServingAdvice(loads="before you serve", text=ROUGH, command=command))
+    if by_load and (few or (figures.seen_share or 0) > MANY_SEEN):
+        advice.append(CHECK_FIRST)
     if by_load:
         advice += serving_advice(by_load, methods)
     if disturbed:

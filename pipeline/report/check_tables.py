@@ -334,8 +334,8 @@ def _load_study(report: Report) -> Table:
 
 
 def _range(speeds: list[float] | None) -> str:
-    """Format the speeds of the slowest and the fastest pass: `200 to 235`."""
-    return " to ".join(map(rate, speeds or []))
+    """Format the speeds of the slowest and the fastest pass: `200 to 235`, or `-` if unknown."""
+    return " to ".join(map(rate, speeds or [])) or UNKNOWN
 
 
 def _percentiles(times: Percentiles | None) -> str:

@@ -271,8 +271,6 @@ def report_warnings(report: Report) -> list[str]:
         found += _load_warnings("vLLM", vllm)
         found += _rate_gap_warnings("vLLM's acceleration rate", vllm, vllm)  # the chain's rates
         found += _same_text_warnings(vllm)
-    if tree and not native:
-        found += _speedup_warnings(tree)
     return [*found, *_little_text_warnings(report)]
 
 
@@ -311,16 +309,6 @@ def _same_text_warnings(vllm: VllmFigures) -> Iterator[str]:
             f"vLLM's acceleration rate is {ratio(reached)}, and the same chain reaches"
             f" {ratio(same_text)} natively on the same text: vLLM may compute the heads in another"
             " precision or not as they were trained, or draft nothing near the end of the context."
-        )
-
-
-def _speedup_warnings(tree: TreeFigures) -> Iterator[str]:
-    """Yield a warning for the report if the best expected speedup is below 1."""
-    best = max((size.expected_speedup or 1 for size in tree.sizes or []), default=1)
-    if best < 1:
-        yield (
-            f"Natively the heads do not pay off on this device: the best speedup expected is"
-            f" {times(best)}. Decoding is slower with them than without."
         )
 
 

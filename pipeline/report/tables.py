@@ -71,7 +71,7 @@ def sizes_table(tree: TreeFigures | None) -> Table:
     """Build the report's table of overhead, expected rate and expected speedup by tree size."""
     table = Table("Tree sizes", ["nodes", *EXPECTED], empty="not measured", words=())
     if tree:
-        table.note = f"{count(tree.nodes)} nodes are used, the fastest up to 5 %."
+        table.note = f"{count(tree.nodes)} nodes are used."
         for size in tree.sizes or []:
             table.add(count(size.nodes), *_expected_cells(size))
     return table

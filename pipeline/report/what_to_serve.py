@@ -67,8 +67,8 @@ def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
         " and depend on the text. Per step: tokens kept per forward of the target."
         " Identical: greedy answers equal to plain vLLM's. Tie: neither of the two fastest is"
         " the faster one in every repeat. Native speeds, and waiting times in the study of load,"
-        " are in the tables below. check.draft_tokens adds rows of heads with fewer drafts per"
-        " step, and check.slo limits waiting times."
+        " are in the tables below. check.draft_tokens adds rows of heads with other numbers of"
+        " drafts per step, and check.slo limits waiting times."
     ]
     if report.run and vllm.advice:
         remarks.append("RUN_DIR is this run's directory.")

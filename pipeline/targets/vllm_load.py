@@ -67,6 +67,11 @@ class LoadFigures:
     acceleration_rate: float | None
     speeds: Sequence[float] = ()
 
+    @property
+    def speed(self) -> float:
+        """The tokens per second of this pass."""
+        return self.num_tokens / self.seconds
+
 
 def serve_under_load(
     tasks: Sequence[LoadTask], on_report: Report | None = None
@@ -74,13 +79,13 @@ def serve_under_load(
     """Measure vLLM servers for each task; return the figures of each task's load levels.
 
     Servers run one after another: one of each task, `SERVERS` times. Texts are greedy and end at
-    the target's own EOS ids. Prefixes are not cached. An optional task that fails has the reason
-    instead of figures.
+    the target's own EOS ids. Prefixes are not cached. An optional task whose first server fails has
+    the reason instead of figures. If a later server fails, the passes before it count.
 
     Raises:
         ConfigError: As `engine_arguments` does.
-        EnvironmentFault: vLLM is not importable, GPUs are missing, a server cannot start, or
-            requests fail.
+        EnvironmentFault: vLLM is not importable, GPUs are missing, a first server cannot start, or
+            its requests fail.
     """
     passes: list[list[LoadFigures]] = [[] for _ in tasks]
     failures: dict[int, str] = {}
@@ -90,10 +95,10 @@ def serve_under_load(
         try:
             passes[number] += in_own_process(measure_server, task, on_report)
         except MedusaDistillError as error:
-            if not task.optional:
+            if not task.optional and not passes[number]:
                 raise
             failures[number] = one_line(error)
-    return [failures.get(number) or fastest_passes(each) for number, each in enumerate(passes)]
+    return [fastest_passes(each) or failures[number] for number, each in enumerate(passes)]
 
 
 def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
@@ -126,8 +131,8 @@ def fastest_passes(passes: Sequence[LoadFigures]) -> list[LoadFigures]:
         by_level.setdefault(figures.requests, []).append(figures)
     rows = []
     for of_level in by_level.values():
-        fastest = min(of_level, key=lambda figures: figures.seconds)
-        speeds = [figures.num_tokens / figures.seconds for figures in of_level]
+        fastest = max(of_level, key=lambda figures: figures.speed)
+        speeds = [figures.speed for figures in of_level]
         rows.append(replace(fastest, speeds=speeds))
     return rows
 

@@ -50,7 +50,13 @@ def check(monkeypatch, tiny_target):
             decoded.append(VLLMTexts(texts, steps, [seconds], [alone]))
         decoded.append(VLLMTexts(failed="no n-grams"))
         decoded.append(VLLMTexts(failed="no second time"))
-        monkeypatch.setattr(served, "decode_in_vllm", lambda *arguments, **more: decoded)
+
+        def decode_in_vllm(tasks, told):
+            assert [task.repeats for task in tasks] == [3, 3, 3, 1]
+            assert tasks[-1].engine_args == tasks[0].engine_args, "plain decoding is first and last"
+            return decoded
+
+        monkeypatch.setattr(served, "decode_in_vllm", decode_in_vllm)
         target = TargetSpec(str(tiny_target))
         return served.check_served(
             CheckRequest(target, "export", prompts, CheckConfig(), speculative_config=CHAIN)

@@ -67,16 +67,6 @@ def test_figures_of_little_text_are_warned_of(report, sequences, error, seen, wa
         assert words in warning
 
 
-@pytest.mark.parametrize(
-    ("expected", "does_not_pay"), [([0.8, 1.2], False), ([0.8, 0.94], True), ([], False)]
-)
-def test_heads_that_will_not_pay_are_warned_of(report, expected, does_not_pay):
-    report["tree"]["sizes"] = [{"nodes": 4, "expected_speedup": value} for value in expected]
-    assert not report_warnings(typed(report)), "the measured speedup is an outcome"
-    del report["check"]
-    assert len(report_warnings(typed(report))) == does_not_pay
-
-
 def test_a_passed_check_counts_the_ties_of_all_engines(report):
     passed = "Check passed: greedy text as without heads"
     report["check"]["vllm"]["greedy_match"] |= {"identical": 30, "ties": 2}

@@ -53,3 +53,16 @@ def test_an_optional_server_that_fails_ends_no_other(random_target, monkeypatch)
     assert (last.seconds, last.speeds) == (3.0, [9 / 3, 9 / 5])
     with pytest.raises(EnvironmentFault):
         serve_under_load([replace(ngram, optional=False)])
+
+
+def test_passes_before_a_failure_count(random_target, monkeypatch):
+    def in_own_process(function, task, on_report):
+        started.append(task.name)
+        if len(started) > 1:
+            raise EnvironmentFault("It died.", "", "")
+        return [LoadFigures(1, 2.0, 9, [], [], None)]
+
+    started: list[str] = []
+    monkeypatch.setattr(vllm_load, "in_own_process", in_own_process)
+    ((only,),) = serve_under_load([LoadTask(random_target, [[1]], 9, levels=[1])])
+    assert len(started) == 2 and only.speeds == [9 / 2]
