@@ -37,8 +37,9 @@ MOST = 4.0  # largest factor that a gain or loss at one load counts as
 NOISE = 1.05  # a smaller speedup is none
 CHECK_FIRST = ServingAdvice(
     loads="before you serve",
-    text="What follows is rough: the check's prompts are few, or many of its answers are in the"
-    " training text. Before you serve, check with 32 or more new questions like your users'.",
+    text=f"What follows is rough: the check has fewer than {ENOUGH_PROMPTS} prompts, or many of its"
+    " answers are in the training text. Before you serve, check with 32 or more new questions like"
+    " your users'.",
     command="medusa-distill run RUN_DIR check.prompts=QUESTIONS.jsonl seeds.decontaminate=false",
 )
 

@@ -124,10 +124,13 @@ def test_loads_bound_by_computation_are_marked(report, extras):
         for method in ("heads", "heads, 2")
         for requests in (50, 51)
     ]
+    rows[0]["range"] = [200.0, 235.4]
     vllm = report["check"]["vllm"]
     vllm |= {"studies": {"load": rows}, "methods": methods}
     text = texts(report, extras)["report.md"]
     assert [row[1] for row in cells_of(text)["Study: load"][1:]] == ["50", "51", "50", "51"]
+    first, second = cells_of(text)["Study: load"][1:3]
+    assert (first[3:5], second[3:5]) == (["-", "200 to 235"], ["-", "-"])
     assert "By arithmetic" not in text
     vllm["batch_limits"] = {
         "memory_bound_tokens": 300,
