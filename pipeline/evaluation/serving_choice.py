@@ -1,8 +1,8 @@
 """Choice of what to serve: the method of vLLM with the highest mean speedup over plain decoding.
 
-Drafting pays less the more requests there are, so loads are judged together and not one by one: the
-lower ones, up to the load up to which the gain is largest, and those above. Speedups below `NOISE`
-are no gain. A method is faster in every repeat if its slowest one is faster than the fastest one of
+Drafting pays less the more requests there are, so loads are judged in two groups and not one by
+one. The lower group ends where the total gain of a method is largest. Speedups below `NOISE` are no
+gain. A method is faster in every repeat if its slowest one is faster than the fastest one of
 plain decoding. A speed counts as far as its requests are within `check.slo`.
 
 Methods are measured one after another, so other work on the machine may slow one of them and not
@@ -39,7 +39,7 @@ CHECK_FIRST = ServingAdvice(
     loads="before you serve",
     text=f"What follows is rough: the check has fewer than {ENOUGH_PROMPTS} prompts, or many of its"
     " answers are in the training text. Before you serve, check with 32 or more new questions like"
-    " your users'.",
+    " those of your users.",
     command="medusa-distill run RUN_DIR check.prompts=QUESTIONS.jsonl seeds.decontaminate=false",
 )
 
@@ -149,41 +149,45 @@ def largest_gain(loads: Sequence[Speeds]) -> tuple[float, str]:
 def serving_advice(
     by_load: Mapping[int, Speeds], methods: Sequence[ServedMethod]
 ) -> list[ServingAdvice]:
-    """Return what to serve at the loads, and with one server for all, in words and as commands.
+    """Return what to serve in each group of loads, and with one server for all loads.
 
-    The lower loads are those up to which the gain is largest, or all if there is none; the loads
-    above are judged by themselves. There must be a load, and all methods have the same loads.
+    There must be a load, and all methods have the same loads.
     """
-    names, loads = list(by_load), list(by_load.values())
-    numbers = range(1, len(loads) + 1)
-    number = max(numbers, key=lambda number: largest_gain(loads[:number])[0])
-    if largest_gain(loads[:number])[0] <= 0:
-        number = len(loads)
-    parts = {_at_a_time(names[:number]): names[:number]}
-    if number < len(loads):
-        parts |= {
-            _at_a_time(names[number:]): names[number:],
-            f"One server for {_at_a_time(names)}": names,
-        }
     configs = {each.name: each.speculative_config for each in methods}
+    number = size_of_lower_group(list(by_load.values()))
+    loads = list(by_load)
+    groups = {_at_a_time(loads[:number]): loads[:number]}
+    if number < len(loads):
+        groups[_at_a_time(loads[number:])] = loads[number:]
+        groups[f"One server for {_at_a_time(loads)}"] = loads
     advice = []
-    for label, part in parts.items():
-        speeds = {load: by_load[load] for load in part}
-        gain, best = largest_gain(list(speeds.values()))
-        if gain > 0:
-            method = best
-            verdict = f"{best}, {_gain(speeds, best)}{_repeats(speeds, best)}"
-        else:
-            method = PLAIN
-            verdict = (
-                f"plain vLLM, since nothing gains 5 % on average: {best}, {_gain(speeds, best)}"
-            )
-        text = f"{label}: serve {verdict}."
-        if best != HEADS and HEADS in by_load[part[0]]:
-            text += f" Heads: {_gain(speeds, HEADS)}."
+    for label, group in groups.items():
+        method, verdict = _verdict({load: by_load[load] for load in group})
         command = _command(method, configs.get(method))
+        text = f"{label}: serve {verdict}"
         advice.append(ServingAdvice(loads=label, text=text, command=command))
     return advice
+
+
+def size_of_lower_group(loads: Sequence[Speeds]) -> int:
+    """Return up to how many loads the total gain is largest; all loads if nothing gains."""
+    numbers = range(1, len(loads) + 1)
+    number = max(numbers, key=lambda number: largest_gain(loads[:number])[0])
+    return number if largest_gain(loads[:number])[0] > 0 else len(loads)
+
+
+def _verdict(loads: Mapping[int, Speeds]) -> tuple[str, str]:
+    """Return the method to serve at some loads, and it and its gain in words."""
+    speeds = list(loads.values())
+    gain, best = largest_gain(speeds)
+    if gain > 0:
+        method, verdict = best, f"{best}, {_gain(speeds, best)}{_repeats(loads, best)}."
+    else:
+        method = PLAIN
+        verdict = f"plain vLLM, since nothing gains 5 % on average: {best}, {_gain(speeds, best)}."
+    if best != HEADS and HEADS in speeds[0]:
+        verdict += f" Heads: {_gain(speeds, HEADS)}."
+    return method, verdict
 
 
 def _listed(loads: Sequence[int]) -> str:
@@ -193,14 +197,15 @@ def _listed(loads: Sequence[int]) -> str:
 
 
 def _at_a_time(loads: Sequence[int]) -> str:
+    """Name loads: `1 and 32 at a time`."""
     return f"{_listed(loads)} at a time"
 
 
-def _gain(loads: Mapping[int, Speeds], method: str) -> str:
+def _gain(loads: Sequence[Speeds], method: str) -> str:
     """Format a method's speedups at some loads: their geometric mean, and their range."""
-    if not any(speeds[PLAIN].useful for speeds in loads.values()):
+    if not any(speeds[PLAIN].useful for speeds in loads):
         return "alone within check.slo"
-    speedups = [_speedup(speeds, method) for speeds in loads.values()]
+    speedups = [_speedup(speeds, method) for speeds in loads]
     gain = f"{times(math.prod(speedups) ** (1 / len(speedups)))} plain vLLM"
     if len(speedups) > 1:
         gain += f" in the geometric mean ({times(min(speedups))} to {times(max(speedups))} by load)"
@@ -242,10 +247,10 @@ def with_choices(figures: VllmFigures, rows: Sequence[LoadRow]) -> VllmFigures:
     by_load = speeds_by_load(judged)
     choices = [serving_choice(requests, speeds) for requests, speeds in by_load.items()]
     advice = []
-    few = figures.greedy_match.sequences < ENOUGH_PROMPTS
-    if by_load and (few or (figures.seen_share or 0) > MANY_SEEN):
-        advice.append(CHECK_FIRST)
     if by_load:
+        few = figures.greedy_match.sequences < ENOUGH_PROMPTS
+        if few or (figures.seen_share or 0) > MANY_SEEN:
+            advice.append(CHECK_FIRST)
         advice += serving_advice(by_load, methods)
     if disturbed:
         loads = _at_a_time(disturbed)

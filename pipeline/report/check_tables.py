@@ -133,7 +133,7 @@ def methods_table(report: Report) -> Table:
         "Per step: tokens per forward of the target. Tokens/s: those of all answers over the time"
         " of all, one prompt at a time and without the prefills; the median of the repetitions."
         " To first: the median time to an answer's first token. Generate, prompt lookup and"
-        " assistant are transformers' own. Methods in vLLM: see what to serve."
+        " assistant are transformers' own. What to serve has the methods in vLLM."
     )
     if report.native:
         plain = rate(report.native.baseline_tokens_per_second)
@@ -283,9 +283,9 @@ def _costs(row: TreeRow) -> tuple[str, str, str]:
 
 def _load_study(report: Report) -> Table:
     """Build the report's table of vLLM's speed and latencies by concurrent requests."""
-    table = Table("Study: load", ["method", "requests", "per draft"])
+    speeds = ["tokens/s, plain", "tokens/s, drafting", "speedup"]
+    table = Table("Study: load", ["method", "requests", "per draft", *speeds])
     rows = report.studies.load or []
-    table.columns += ["tokens/s, plain", "tokens/s, drafting", "speedup"]
     measures = ["to first", "per token"]
     has_limits = any(row.within_slo is not None for row in rows)
     if has_limits:
@@ -295,10 +295,10 @@ def _load_study(report: Report) -> Table:
     table.note = (
         "vLLM as a server, with so many requests at once: tokens/s of the slowest pass and the"
         " fastest, which counts; time to the first token and per further one in ms, p50 / p90 /"
-        " p99 of the requests. Prompts repeat where they are fewer. Client"
-        " and server share the machine. Per draft: the answers' tokens without the first of each,"
-        " over the drafts that the server counts. Steps without a draft are not counted here, and"
-        " are in the check's rate per step."
+        " p99 of the requests. Prompts repeat where they are fewer. Client and server share the"
+        " machine. Per draft: the answers' tokens without the first of each, over the drafts that"
+        " the server counts. Steps without a draft are not counted here, and are in the check's"
+        " rate per step."
     )
     limits = None
     draft_tokens = {}

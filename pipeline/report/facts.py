@@ -354,7 +354,7 @@ def _rate_gap_warnings(
         yield (
             f"{name} is {ratio(measured)}, and {ratio(expected)} was expected, further apart than"
             f" {NOTABLE_GAP} standard errors: the check's prompts may differ in kind from the text"
-            " of calibration, or one has more answers that were seen in training."
+            " of calibration, or in the share of answers that are in the training text."
         )
 
 

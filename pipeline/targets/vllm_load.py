@@ -47,7 +47,7 @@ class LoadTask(DecodeTask):
 
 @dataclass(frozen=True)
 class LoadFigures:
-    """The figures of one vLLM server at one load level.
+    """The figures of one pass at one load level.
 
     Attributes:
         requests: The number of concurrent requests.
@@ -56,7 +56,7 @@ class LoadFigures:
         ttft: The seconds to the first token of each request.
         tpot: The seconds per further token of each request; None for an answer of one token.
         acceleration_rate: Tokens per step after the prefill; None if the server does not draft.
-        speeds: The tokens per second of each pass at this level.
+        speeds: The tokens per second of every pass at this level, see `fastest_passes`.
     """
 
     requests: int
@@ -89,7 +89,7 @@ def serve_under_load(
     """
     passes: list[list[LoadFigures]] = [[] for _ in tasks]
     failures: dict[int, str] = {}
-    for number, task in [*enumerate(tasks)] * SERVERS:
+    for number, task in SERVERS * list(enumerate(tasks)):
         if number in failures:
             continue
         try:

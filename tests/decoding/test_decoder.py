@@ -182,7 +182,7 @@ def test_decoding_leaves_the_model_as_it_was(target_of):
     model = target_of("llama")
     stream = endless(model, None, ()).stream(PROMPT, 5)
     next(stream)
-    inner = stream.gi_frame.f_locals["steps"]  # some versions of Python keep it as long
+    inner = stream.gi_frame.f_locals["steps"]  # this reference keeps Python from closing it
     stream.close()
     assert not list(inner)
     assert not model.get_output_embeddings()._forward_pre_hooks
