@@ -16,18 +16,17 @@ from torch import Tensor
 from pipeline.artifacts.feature_rows import StateFormat
 from pipeline.artifacts.feature_writer import FeatureWriter, WaitingMemory
 from pipeline.artifacts.generated_rows import GENERATED, TokenRow
-from pipeline.config import FeaturesConfig, TrainConfig
+from pipeline.config import TrainConfig
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import Span
 from pipeline.heads.kinds import head_kind
-from pipeline.storage.shards import Codec, ShardTask, ShardWriter
+from pipeline.storage.shards import ShardTask, ShardWriter
 from pipeline.targets.spec import TargetSpec, model_config
 from pipeline.training.methods import METHODS
 from pipeline.training.task import TrainSpec
 
 FINGERPRINT = "benchmark"
 ROLES: tuple[Role, ...] = ("assistant",)  # heads learn from these
-DEFAULT_CODEC: Codec = FeaturesConfig().codec
 WRITTEN_SHARE = 0.75  # of a row's tokens are the target's, as in replayed chat seeds
 
 Row = dict[str, Any]
@@ -89,7 +88,6 @@ def write_features(
     rows: Sequence[TokenRow],
     hidden: Iterable[Tensor],
     states: StateFormat,
-    codec: Codec = DEFAULT_CODEC,
     waiting: WaitingMemory | None = None,
 ) -> int:
     """Write a feature shard of rows and states [T, D]; return the number of positions.
@@ -98,7 +96,7 @@ def write_features(
     """
     task = ShardTask(0, path, path.with_suffix(".jsonl"), FINGERPRINT)
     with (
-        ShardWriter(task, states.schema, footer=states.footer, codec=codec) as writer,
+        ShardWriter(task, states.schema, footer=states.footer) as writer,
         FeatureWriter(writer, rows, states, waiting or WaitingMemory()) as features,
     ):
         for index, hidden_TD in enumerate(hidden):

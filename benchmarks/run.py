@@ -25,31 +25,23 @@ NEEDS_GPU = "gpu"
 BENCHMARKS = {
     "generate": "conversation-wise generation",
     "features": "the features stage",
-    "feature_size": "bytes of features",
     "writing": "writing the cache",
-    "overlap": "the features stage between a card and a disk",
     "train": "training from the cache",
     "head_loss": "a head's loss with a large vocabulary",
-    "serving": (
-        "both kinds in vLLM beside plain vLLM: `python -m benchmarks.run serving`, after both demos"
-    ),
     "architectures": (
         "families of models, kept or refused: `python -m benchmarks.run architectures`, 10 minutes"
     ),
     "medusa2": "a step of heads and backbone",
-    "reading": "reading the cache",
     "decoding": "what a step with a tree costs",
-    "scheduling": "what a shard costs besides its work",
     NEEDS_GPU: "features, training and decoding of a Mistral-7B-shaped target: needs a GPU",
     "ladder": (
         "recipes compared on one target: `python -m benchmarks.run ladder`, after `make demo`"
     ),
     "recipe": "what `auto` chooses against a grid: `python -m benchmarks.run recipe`, half an hour",
-    "tampering": "damaged and copied runs: `python -m benchmarks.run tampering`, three minutes",
     "soak": "ten minutes of kills and resumes: `python -m benchmarks.soak`",
 }
 # too long to run by default, or dependent on other work such as the demos
-WHEN_ASKED = {"architectures", "soak", "tampering", "ladder", "recipe", "serving"}
+WHEN_ASKED = {"architectures", "soak", "ladder", "recipe"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@
 
 Prints, for each shard, the number of rows, and the shape and a norm of the first row's states.
 numpy has no bfloat16; such numbers are the upper 16 bits of a float32, and are widened to it. With
-`features.precision` fp8 or int8, numbers have 8 bits and each state has a scale.
+`features.precision` fp8, numbers have 8 bits and each state has a scale.
 """
 
 import sys

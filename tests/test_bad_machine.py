@@ -21,7 +21,7 @@ def test_a_gpu_that_is_not_there(intact, run_fails, monkeypatch, stage):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     changed = {
         "generate": "generate.temperature=0.6",
-        "features": "features.codec=lz4",
+        "features": "features.precision=fp8",
         "train": "train.lr=0.5",
     }
     said = run_fails(4, f"placement.{stage}.gpus_per_worker=1", changed[stage])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.generated_rows import SPANS, StoredSpans, open_rows, spans_of
-from pipeline.artifacts.quantized_states import SCALE_BYTES, STORED_DTYPES, dequantize
+from pipeline.artifacts.quantized_states import SCALE_BYTES, STORED_DTYPE, dequantize
 from pipeline.config import Precision
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import IGNORED, feature_positions, head_labels
@@ -60,7 +60,7 @@ class StateFormat:
     @property
     def stored_dtype(self) -> torch.dtype:
         """The dtype in which a feature shard stores states."""
-        return STORED_DTYPES.get(self.precision, self.dtype)
+        return self.dtype if self.precision == "native" else STORED_DTYPE
 
     @property
     def schema(self) -> pa.Schema:
@@ -197,7 +197,7 @@ class FeatureRows:
             return stored.view(states.dtype).view(-1, states.hidden_size)
         scales_N = table["scales"][index].values.to_numpy()
         stored_ND = stored.view(-1, states.hidden_size).numpy()
-        return dequantize(stored_ND, scales_N, states.precision, states.dtype)
+        return dequantize(stored_ND, scales_N, states.dtype)
 
 
 def _num_learnable(rows: Sequence[StoredSpans], roles: Sequence[Role]) -> npt.NDArray[np.int64]:

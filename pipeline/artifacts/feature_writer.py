@@ -120,7 +120,7 @@ class WaitingGroup:
         stored_ND = (
             self.memory[: hidden_ND.numel()].view(self.states.stored_dtype).view(hidden_ND.shape)
         )
-        scales_N = quantize(hidden_ND, self.states.precision, stored_ND)
+        scales_N = quantize(hidden_ND, stored_ND)
         edges = pa.array(row_edges(rows), pa.int32())
         scales = pa.ListArray.from_arrays(edges, pa.array(scales_N.numpy()))
         return feature_batch(rows, stored_ND).append_column(SCALES, scales)

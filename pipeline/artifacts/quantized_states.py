@@ -1,10 +1,9 @@
 """Hidden states quantized to 8 bits, with one float32 scale per state.
 
 A state is divided by its scale, which maps the state's largest magnitude to the largest number of
-the format. `int8` rounds each number to a multiple of the scale: the error is at most 1/254 of the
-largest magnitude. `fp8` (e4m3: four bits of exponent, three of mantissa) rounds each number by at
-most one part in 16, and those below 2⁻⁶ of the scale to a multiple of 2⁻⁹ of it. Reading rounds
-once more, to the target's dtype.
+the format. fp8 (e4m3: four bits of exponent, three of mantissa) rounds each number by at most one
+part in 16, and those below 2⁻⁶ of the scale to a multiple of 2⁻⁹ of it. Reading rounds once more,
+to the target's dtype.
 
 Letters: N states, D hidden size.
 """
@@ -16,29 +15,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.config import Precision
-
 SCALE_BYTES = 4
-STORED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-LARGEST = {"fp8": 448.0, "int8": 127.0}
+STORED_DTYPE = torch.float8_e4m3fn
+LARGEST = 448.0
 SMALLEST_STATE = 1e-30  # lower bound of a state's largest number, so that no float32 overflows
 PIECE = 1 << 18  # numbers to convert at once, few enough to stay in a core's cache
 
 
-def quantize(hidden_ND: Tensor, precision: Precision, stored_ND: Tensor) -> Tensor:
+def quantize(hidden_ND: Tensor, stored_ND: Tensor) -> Tensor:
     """Quantize states [N, D] into `stored_ND`; return one scale per state [N], in float32.
 
-    `stored_ND` has the dtype of the precision. It may share the start of the states' memory.
+    `stored_ND` has the dtype STORED_DTYPE. It may share the start of the states' memory.
     """
     scales_N = torch.empty(len(hidden_ND))
     rows = max(1, PIECE // hidden_ND.shape[1])
     for start in range(0, len(hidden_ND), rows):
         piece_ND = hidden_ND[start : start + rows].to(torch.float32, copy=True)
         largest_N = piece_ND.abs().amax(dim=1).clamp_min(SMALLEST_STATE)
-        scales_N[start : start + rows] = largest_N / LARGEST[precision]
-        piece_ND.mul_((LARGEST[precision] / largest_N)[:, None])
-        if precision == "int8":
-            piece_ND.round_()
+        scales_N[start : start + rows] = largest_N / LARGEST
+        piece_ND.mul_((LARGEST / largest_N)[:, None])
         stored_ND[start : start + rows] = piece_ND.to(stored_ND.dtype)
     return scales_N
 
@@ -46,11 +41,10 @@ def quantize(hidden_ND: Tensor, precision: Precision, stored_ND: Tensor) -> Tens
 def dequantize(
     stored_ND: npt.NDArray[np.uint8],
     scales_N: npt.NDArray[np.float32],
-    precision: Precision,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return states [N, D] in `dtype` from their stored bytes and scales."""
     # A table is faster: torch converts float8 one number at a time.
-    numbers = torch.arange(256, dtype=torch.uint8).view(STORED_DTYPES[precision]).float().numpy()
+    numbers = torch.arange(256, dtype=torch.uint8).view(STORED_DTYPE).float().numpy()
     hidden_ND = torch.from_numpy(numbers.take(stored_ND))
     return hidden_ND.mul_(torch.tensor(scales_N[:, None])).to(dtype)

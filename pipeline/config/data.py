@@ -338,15 +338,8 @@ class FeaturesConfig(Section):
     precision: Precision = Field(
         "native",
         description=(
-            "Format of the stored states. native: the target's dtype; fp8 (e4m3) and int8, with one"
-            " scale per state, take half the space of bfloat16."
-        ),
-    )
-    codec: Literal["none", "zstd", "lz4"] = Field(
-        "none",
-        description=(
-            "Parquet compression of states. zstd reduces bfloat16 states to 0.78 of their size and"
-            " float32 states to 0.93, and takes CPU time; lz4 does not make them smaller."
+            "Format of the stored states. native: the target's dtype; fp8 (e4m3, with one scale"
+            " per state) takes half the space of bfloat16."
         ),
     )
     engine_args: EngineArgs = Field(

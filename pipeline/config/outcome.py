@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from pipeline.config.running import Dtype, Section
 
-FormatName = Literal["expanded", "shared", "reference", "sglang"]
+FormatName = Literal["expanded", "shared", "reference"]
 BaselineName = Literal["generate", "prompt-lookup", "assistant", "retrieval", "lookahead"]
 EngineBaseline = Literal["ngram", "draft-model", "suffix"]
 StudyName = Literal["trees", "typical", "heads", "batch", "load"]
@@ -131,7 +131,7 @@ class ExportConfig(Section):
             " which every engine loads; shared: one lm_head for all heads, smaller, if"
             " train.medusa.lm_head is tied (vLLM, TGI) or shared (vLLM). The others are written to"
             " subdirectories of their names; these can also be reference (Medusa heads: the"
-            " authors' medusa_lm_head.pt) and sglang (recurrent heads)."
+            " authors' medusa_lm_head.pt)."
         ),
         min_length=1,
     )

@@ -17,7 +17,7 @@ from pydantic import (
 
 PlainData = dict[str, Any]  # a mapping of YAML
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Precision = Literal["native", "fp8", "int8"]  # of stored states
+Precision = Literal["native", "fp8"]  # of stored states
 DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")
 
 

@@ -33,9 +33,8 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from pipeline.config.training import TrainConfig
 from pipeline.conversations.spans import IGNORED
-from pipeline.errors import ConfigError
 from pipeline.heads.kind import Heads, TargetWeights
-from pipeline.heads.shapes import EXPANDED, SGLANG, ExportFormat, RecurrentShape
+from pipeline.heads.shapes import ExportFormat, RecurrentShape
 
 # Sizes of the attention whose output is zero; it has one key and value head.
 QUERY_HEADS = 8
@@ -78,7 +77,6 @@ class RecurrentHeads(Heads):
     lr_scale = 0.75  # measured: docs/recipes-compared.md
     batch_scale = 0.25  # measured: docs/recipes-compared.md
     vllm_method = "eagle"
-    formats = (EXPANDED, SGLANG)
     saves_memory = ("a smaller train.recurrent.intermediate_size",)
     card_about = """\
 One recurrent cell drafts all tokens: it reads the target's last hidden state and the token that follows, guesses the
@@ -199,24 +197,13 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         return None
 
     @classmethod
-    def check_format(cls, shape: RecurrentShape, format: ExportFormat) -> None:
-        """Raise ConfigError unless a cell of this shape can be exported in this format."""
-        super().check_format(shape, format)
-        if format is SGLANG and shape.is_pruned:
-            raise ConfigError(
-                "SGLang drafts with the target's whole lm_head; these have a draft vocabulary.",
-                "export.formats",
-                "Leave sglang out, or train without train.draft_vocab.",
-            )
-
-    @classmethod
     def engine_config(
         cls, shape: RecurrentShape, format: ExportFormat, target: Mapping[str, Any]
     ) -> dict[str, object]:
         """Return the keys of config.json for an EAGLE-1 model that computes this cell."""
         return {
             "model_type": "llama",
-            "architectures": [format.architecture or "LlamaForCausalLM"],
+            "architectures": ["LlamaForCausalLM"],
             "num_hidden_layers": 1,
             "intermediate_size": shape.intermediate_size,
             "num_attention_heads": QUERY_HEADS,
@@ -232,7 +219,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         """Return the recurrent cell's tensors by their names in vLLM's EAGLE-1 model.
 
         Without `format` (a heads file), these include embedding and lm_head. An export leaves both
-        out and adds attention projections of zeros and, if `format.fc_bias`, a bias of zeros.
+        out and adds attention projections of zeros.
         """
         named: dict[str, Tensor] = {
             "fc.weight": self.fc,
@@ -251,8 +238,6 @@ model, with an attention that adds nothing; embedding and lm_head are the target
             named[f"{ATTENTION}.k_proj.weight"] = self.fc.new_zeros(HEAD_SIZE, size)
             named[f"{ATTENTION}.v_proj.weight"] = self.fc.new_zeros(HEAD_SIZE, size)
             named[OUTPUT] = self.fc.new_zeros(size, queries)
-            if format.fc_bias:
-                named[FC_BIAS] = self.fc.new_zeros(size)
         return {name: parameter.detach() for name, parameter in named.items()}
 
     def complete(self, tensors: Mapping[str, Tensor], format: ExportFormat | None) -> None:

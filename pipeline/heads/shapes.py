@@ -7,8 +7,6 @@ Export formats:
     shared     Medusa heads with one lm_head that all heads read, stored once
     reference  Medusa heads for FasterDecoding/Medusa: `medusa_lm_head.pt`, a pickle of plain
                tensors that `torch.load(weights_only=True)` reads
-    sglang     recurrent heads as SGLang's EAGLE-1 model, `LlamaForCausalLMEagle`, whose `fc` has
-               a bias, here zeros
 """
 
 from __future__ import annotations
@@ -144,21 +142,16 @@ class ExportFormat:
             `export.formats` must be such a format, because the check stage decodes with it.
         weights_file: The name of the weights file; None for the kind's own safetensors file.
         one_lm_head: Whether the export stores one lm_head for all heads.
-        architecture: The model class in `config.json`; None for the default of the kind.
-        fc_bias: Whether the export has a bias of zeros beside `fc.weight`.
     """
 
     name: str
     at_root: bool = False
     weights_file: str | None = None
     one_lm_head: bool = False
-    architecture: str | None = None
-    fc_bias: bool = False
 
 
 EXPANDED = ExportFormat("expanded", at_root=True)
 SHARED = ExportFormat("shared", at_root=True, one_lm_head=True)
 REFERENCE = ExportFormat("reference", weights_file="medusa_lm_head.pt")
-SGLANG = ExportFormat("sglang", architecture="LlamaForCausalLMEagle", fc_bias=True)
 
-FORMATS = {format.name: format for format in (EXPANDED, SHARED, REFERENCE, SGLANG)}
+FORMATS = {format.name: format for format in (EXPANDED, SHARED, REFERENCE)}

@@ -119,11 +119,9 @@ class ShardInProgress:
         if worker.split is not None:
             rows = [row for row in rows if row.split == worker.split]
         self._rows = rows
-        states, codec = worker.states, worker.settings.codec
+        states = worker.states
         with contextlib.ExitStack() as opened:
-            writer = opened.enter_context(
-                ShardWriter(task, states.schema, footer=states.footer, codec=codec)
-            )
+            writer = opened.enter_context(ShardWriter(task, states.schema, footer=states.footer))
             self._features = opened.enter_context(
                 FeatureWriter(writer, rows, states, worker.waiting)
             )
@@ -166,7 +164,6 @@ def identity(context: Context, *, tuned: bool = False) -> Identity:
     settings = context.config.features
     found: Identity = {
         "engine": settings.engine,
-        "codec": settings.codec,
         "precision": settings.precision,
         "engine_args": semantic_arguments(settings.engine_args),
     }

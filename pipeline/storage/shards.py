@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,7 +30,6 @@ from pipeline.storage.atomic import atomic_path, disk_errors, publish, temporary
 from pipeline.storage.fingerprint import FileFacts, ids_digest
 from pipeline.storage.receipts import RECEIPT_KEY, Note, Receipt, note_path
 
-Codec = Literal["zstd", "lz4", "none"]
 Row = Mapping[str, Any]  # a row's columns by name
 
 
@@ -93,7 +92,6 @@ class ShardWriter:
     Args:
         schema: The columns of the shard, with a string column `id`.
         footer: Schema metadata to store besides the fingerprint, such as dtype and hidden size.
-        codec: The compression of large binary columns, which hold states; other columns use zstd.
     """
 
     def __init__(
@@ -102,10 +100,9 @@ class ShardWriter:
         schema: pa.Schema,
         *,
         footer: dict[str, str] | None = None,
-        codec: Codec = "zstd",
     ):
         self.task, self.path, self.schema = task, task.shard, schema
-        self.footer, self.codec = footer or {}, codec
+        self.footer = footer or {}
         self.ids: list[str] = []
         self.rejected: list[RejectedRow] = []
         if task.crashing:
@@ -115,10 +112,14 @@ class ShardWriter:
                     self.reject(RejectedRow(row["id"], Reason.KILLED_WORKER, how, row))
 
     def __enter__(self) -> ShardWriter:
-        """Open the shard's temporary file, with a compression codec for each Parquet column."""
+        """Open the shard's temporary file.
+
+        Large binary columns, which hold states, are not compressed: zstd saves 22 % of bfloat16
+        states and takes a third of the speed.
+        """
         codecs = {}
         for column in self.schema:
-            codec = self.codec if pa.types.is_large_binary(column.type) else "zstd"
+            codec = "none" if pa.types.is_large_binary(column.type) else "zstd"
             codecs.update(dict.fromkeys(_parquet_columns(column.name, column.type), codec))
         self._temporary = temporary_beside(self.path)
         with contextlib.ExitStack() as undo, disk_errors(self.path):

@@ -52,9 +52,7 @@ def states_of(number: int, row: TokenRow) -> torch.Tensor:
 def shard(path, rows, order, max_waiting=MAX_WAITING_GROUPS):
     """Write rows, whose states arrive in `order`."""
     with (
-        ShardWriter(
-            ShardTask(0, path, path.with_suffix(".q"), "f"), FEATURES, codec="none"
-        ) as writer,
+        ShardWriter(ShardTask(0, path, path.with_suffix(".q"), "f"), FEATURES) as writer,
         FeatureWriter(writer, rows, STATES, WaitingMemory(max_waiting)) as features,
     ):
         for number in order:

@@ -18,12 +18,10 @@ from benchmarks.results import write_result, write_table
 from benchmarks.run import BENCHMARKS, main
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
-from pipeline.targets import vllm_decode
-from tests.cluster import work_here
 from tests.forks import serve_forks
 from tests.heads.plain_loss import plain_summed_cross_entropy
 
-ON_RAY, ON_VLLM = "scheduling", ("generate", "serving")
+ON_VLLM = "generate"
 
 
 @pytest.fixture(scope="module")
@@ -53,22 +51,15 @@ def tiny_result(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name not in (ON_RAY, *ON_VLLM)])
+@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != ON_VLLM])
 def test_every_benchmark_runs_on_a_cpu_at_a_tiny_size(name, tiny_result):
     assert_measured(tiny_result(name))
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_ray_runs_at_a_tiny_size(ray_cluster, tiny_result):
-    assert_measured(tiny_result(ON_RAY))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ON_VLLM)
-def test_the_benchmarks_of_vllm_run_at_a_tiny_size(name, vllm_here, tiny_result, monkeypatch):
+def test_the_benchmark_of_vllm_runs_at_a_tiny_size(vllm_here, tiny_result):
     pytest.importorskip("vllm")
-    work_here(monkeypatch, vllm_decode)
-    assert_measured(tiny_result(name))
+    assert_measured(tiny_result(ON_VLLM))
 
 
 def assert_measured(result: Result) -> None:

@@ -9,13 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.export.layout import ExportLayout, check_formats
+from pipeline.export.layout import check_formats
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.recurrent import RecurrentHeads
 from pipeline.heads.shapes import MedusaShape, RecurrentShape
@@ -66,42 +63,12 @@ def test_the_reference_implementation_loads_its_file_without_running_code(tmp_pa
     assert config.items() >= wanted.items() and "speculators_config" not in config
 
 
-def test_sglang_s_model_computes_what_the_cell_does(tmp_path):
-    """SGLang's llama_eagle.py, of transformers' parts: fc with a bias, one Llama layer without its
-    first norm.
-    """
-    shape = RecurrentShape(16, 9, num_heads=3, intermediate_size=24)
-    heads = RecurrentHeads(shape)
-    for parameter in heads.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    layout = ExportLayout("owner/target", shape)
-    directory = write(tmp_path / "export", layout, heads, further=["sglang"]) / "sglang"
-    content = json.loads((directory / "config.json").read_text())
-    assert content.pop("architectures") == ["LlamaForCausalLMEagle"]
-    assert content.pop("heads") and "speculators_config" not in content
-    config = LlamaConfig(**content)
-    config._attn_implementation = "eager"
-
-    fc, layer = nn.Linear(32, 16), LlamaDecoderLayer(config, 0)
-    layer.input_layernorm = nn.Identity()
-    model = nn.ModuleDict({"fc": fc, "layers": nn.ModuleList([layer])})
-    model.load_state_dict(load_file(directory / "model.safetensors"), strict=True)
-    tokens_BT, hidden_BTD = torch.tensor([[3, 8, 1, 0, 5]]), torch.randn(1, 5, 16)
-    z_BTD = fc(torch.cat([heads.embedding[tokens_BT], hidden_BTD], -1))
-    rotary = LlamaRotaryEmbedding(config)(z_BTD, torch.arange(5)[None])
-    output = layer(z_BTD, position_embeddings=rotary)
-    output_BTD = output[0] if isinstance(output, tuple) else output
-    torch.testing.assert_close(output_BTD, heads.step(hidden_BTD, tokens_BT))
-
-
 @pytest.mark.parametrize(
     ("shape", "names"),
     [
         (MedusaShape(4, 6, 3), ["reference"]),
-        (MedusaShape(4, 6, 3), ["expanded", "sglang"]),
         (MedusaShape(4, 6, 3, num_layers=2), ["expanded", "reference"]),
         (RecurrentShape(4, 6, 3), ["expanded", "reference"]),
-        (RecurrentShape(4, 6, 3, target_vocab_size=9), ["expanded", "sglang"]),
     ],
 )
 def test_a_format_that_its_engine_would_not_load_is_refused(shape, names):

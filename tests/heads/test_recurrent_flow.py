@@ -37,7 +37,6 @@ def test_the_whole_flow_changes_no_token(make_config, tmp_path):
     settings = {
         "train__heads": "recurrent",
         "train__recurrent": {"intermediate_size": 32},
-        "export__formats": ["expanded", "sglang"],
     }
     run = run_again(make_config(tmp_path, **settings))
     assert all(latest(run, name).done for name in STAGES)

@@ -84,7 +84,7 @@ OTHER = {
         "seeds": {"special_tokens": "keep"},
         "run": {"seed": 7},
     },
-    "features": {"features": {"engine": "vllm", "precision": "int8"}},
+    "features": {"features": {"engine": "vllm", "precision": "fp8"}},
     "calibrate": {
         "calibrate": {"tree": "dynamic", "nodes": 4, "depth": 2, "top": 5, "draft_tokens": 2}
     },

@@ -88,8 +88,8 @@ def test_a_row_with_states_that_are_not_finite_is_quarantined(
         features_stage, "make_feature_engine", lambda *given: NotFinite(make(*given), bad)
     )
     monkeypatch.setattr(feature_writer, "ROW_GROUP_BYTES", 20_000)
-    config = make_config(tmp_path, features__codec="zstd")
-    stage = latest(run_again(config, until="features"), "features")
+    run = run_again(make_config(tmp_path), fresh="features", until="features")
+    stage = latest(run, "features")
     kept, refused = stored(stage), quarantined(stage)
     assert kept == [row for row in cached if row["id"] not in names]
     assert [(row["id"], row["reason"]) for row in refused] == [(n, "non-finite") for n in names]
