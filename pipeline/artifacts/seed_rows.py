@@ -15,7 +15,14 @@ from pipeline.storage.shards import Row, read_rows
 
 SPLITS = ("train", "calibrate", "check")
 MESSAGES = pa.list_(
-    pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.string())])
+    pa.struct(
+        [
+            ("role", pa.string()),
+            ("content", pa.string()),
+            ("tool_calls", pa.string()),
+            ("learned", pa.bool_()),
+        ]
+    )
 )
 SEEDS = pa.schema(
     [

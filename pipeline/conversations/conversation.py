@@ -18,11 +18,15 @@ SpecialTokens = Literal["escape", "keep", "quarantine"]  # in a seed's text
 
 @dataclass(frozen=True)
 class Message:
-    """A message; `tool_calls` is a JSON list of its function calls (see `repair`), or None."""
+    """A message; `tool_calls` is a JSON list of its function calls (see `repair`), or None.
+
+    `learned` is False for a seed's answer that is marked not to learn; only passthrough reads it.
+    """
 
     role: Role
     content: str
     tool_calls: str | None = None
+    learned: bool = True
 
     @property
     def uses_tools(self) -> bool:
@@ -40,11 +44,12 @@ class Turn:
     """A user's question, and the seed's answer to it.
 
     `asked` is the user's message, followed by the function calls of the seed's assistant with their
-    results. `answer` is None if the seed has none.
+    results. `answer` is None if the seed has none, and `learned` is that of its message.
     """
 
     asked: tuple[Message, ...]
     answer: str | None
+    learned: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Conversation:
             if message.role == "user":
                 turns.append(Turn((message,), None))
             elif message.role == "assistant" and message.tool_calls is None:
-                turns[-1] = replace(turns[-1], answer=message.content)
+                turns[-1] = replace(turns[-1], answer=message.content, learned=message.learned)
             elif message.role == "tool" or (after and after[0].role == "tool"):
                 turns[-1] = replace(turns[-1], asked=(*turns[-1].asked, message))
         return turns

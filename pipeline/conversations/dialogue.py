@@ -9,7 +9,7 @@ holds every answer exactly as it was sampled. Three modes:
     self-talk    the seed's first user message; then the target writes both roles, each after the
                  role's header in the chat template
     passthrough  the seed's own answers, tokenized as if the target had sampled them; makes no
-                 requests
+                 requests; an answer that is marked not to learn has no span
 
 The conversation ends early at a text that is a degenerate loop or empty (if `ends_at_flaws`), or is
 cut off and not kept by `on_truncated`. This text is dropped, and so is a generated user message
@@ -105,6 +105,7 @@ class Dialogue:
         id: The conversation's id, to which samples after the first add `~<sample>`.
         cut_at_tools: Whether the conversation ends early, at function calls that the chat template
             cannot render.
+        unlearned_answers: Number of the seed's answers that are kept without a span.
     """
 
     def __init__(
@@ -122,9 +123,10 @@ class Dialogue:
         escapes = settings.special_tokens != "keep"
         self._template = template.variant(tools=conversation.tools, escapes=escapes)
         self.cut_at_tools = False
+        self.unlearned_answers = 0
         self._turns = deque(self._usable_turns())
         self._unanswered: list[list[int]] = []  # the last prompt, if `answers_last` is False
-        self._seed_answer: str | None = None
+        self._turn: Turn | None = None  # the last turn of the seed that was asked
         self._writer: Literal["user", "assistant"] = "assistant"
         self._builder: RowBuilder | None = None  # the conversation so far
         self._pending: RowBuilder | None = None  # the conversation up to the requested text
@@ -157,8 +159,9 @@ class Dialogue:
         request = self._build_request()
         while request is not None and self._settings.mode == "passthrough":
             # The seed's own answer, as if the target had written it.
-            assert self._pending is not None and self._seed_answer is not None
-            ids = self._template.recite(self._pending.messages, self._seed_answer)
+            assert self._pending is not None
+            assert self._turn is not None and self._turn.answer is not None
+            ids = self._template.recite(self._pending.messages, self._turn.answer)
             finish: Finish = "stop" if len(ids) <= request.max_new_tokens else "length"
             self.receive(Completion(request.id, ids[: request.max_new_tokens], finish))
             request = self._build_request()
@@ -177,11 +180,16 @@ class Dialogue:
         self._ending = self._flaw(text_ids, text, finish, context_left)
         if self._ending is not None:
             return
-        self._builder = builder.with_text(ids, finish, Message(self._writer, text))
+        message = Message(self._writer, text)
+        if self._settings.mode == "passthrough" and self._turn is not None:
+            message = replace(message, learned=self._turn.learned)
+            self.unlearned_answers += not message.learned
+        self._builder = builder.with_text(ids, finish, message)
         if self._writer == "assistant":
-            # Replaces the row so far, unless the template has rewritten history: then a row is new.
-            self._rows[self._builder.first_turn] = self._builder
             self._num_answers += 1
+            if self._builder.spans:
+                # Replaces the row so far, unless the template has rewritten history: then it is new
+                self._rows[self._builder.first_turn] = self._builder
         if self._settings.mode == "self-talk":
             self._writer = "user" if self._writer == "assistant" else "assistant"
 
@@ -311,10 +319,9 @@ class Dialogue:
         if not self._turns:
             raise RowRejected(
                 Reason.NOTHING_GENERATED,
-                "The seed has no question, or for passthrough no answer.",
+                "The seed has no question, or for passthrough no answer to learn.",
             )
-        turn = self._turns.popleft()
-        self._seed_answer = turn.answer
+        turn = self._turn = self._turns.popleft()
         if builder is None:
             messages = (*self._conversation.system, *turn.asked)
             return RowBuilder.opening(template, messages, self._num_answers)

@@ -70,6 +70,8 @@ FORM_KEYS = {
     "prompts": "prompt",
 }
 ID_KEYS = ("id", "question_id", "conversation_id", "prompt_id")
+MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+"""Keys of a turn that is not learned if one of them is 0 or false."""
 OTHER_KEYS = (
     "system",
     "system_prompt",
@@ -282,7 +284,7 @@ def _said(role: Role, value: Any) -> list[Message]:
 
 
 def _parse_turn(value: Any) -> Message:
-    """Parse the role, the text and the function calls of a turn.
+    """Parse the role, the text and the function calls of a turn, and whether it is learned.
 
     Dumps that mix two forms have both `from` and `role`, and one of the two is null.
 
@@ -308,6 +310,10 @@ def _parse_turn(value: Any) -> Message:
     calls = value.get("tool_calls") or value.get("function_call")
     if name in CALLING_ROLES:
         calls, content = parsed_json(content, "A function call"), None
-    if role == "assistant" and calls:
-        return Message(role, clean_text(content or ""), calls_json(calls))
-    return Message(role, clean_text(content))
+    if role != "assistant":
+        return Message(role, clean_text(content))
+    calls = calls_json(calls) if calls else None
+    if calls and not content:
+        content = ""
+    learned = all(value.get(key) != 0 for key in MARKS)
+    return Message(role, clean_text(content), calls, learned)

@@ -32,7 +32,8 @@ class GeneratedRow:
 class RowBuilder:
     """Immutable builder of a conversation's token row; the `with_` methods return a new builder.
 
-    `first_turn` is the index of the row's first turn in the conversation.
+    `first_turn` is the index of the row's first turn in the conversation; `ended` is whether the
+    last sampled text ended with a stop token.
     """
 
     first_turn: int
@@ -40,6 +41,7 @@ class RowBuilder:
     messages: tuple[Message, ...]
     spans: tuple[Span, ...] = ()
     finish: tuple[Finish, ...] = ()
+    ended: bool = False
 
     @classmethod
     def opening(
@@ -47,11 +49,6 @@ class RowBuilder:
     ) -> RowBuilder:
         """Start a token row with the prompt for an answer to these messages."""
         return cls(first_turn, template.opening(messages), messages)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the last sampled text ended with a stop token."""
-        return self.finish[-1] == "stop"
 
     def with_question(
         self, template: ChatTemplate, asked: Sequence[Message], turn: int = 0
@@ -76,11 +73,15 @@ class RowBuilder:
         return replace(self, ids=self.ids + ids, messages=self.messages + messages)
 
     def with_text(self, ids: list[int], finish: Finish, message: Message) -> RowBuilder:
-        """Append a sampled text to the token row, with its span and finish reason."""
+        """Append a sampled text to the token row, with its span and finish reason.
+
+        A message that is not learned has neither.
+        """
+        builder = replace(self.with_ids(ids, message), ended=finish == "stop")
+        if not message.learned:
+            return builder
         span = Span(len(self.ids), len(self.ids) + len(ids), message.role)
-        return replace(
-            self.with_ids(ids, message), spans=(*self.spans, span), finish=(*self.finish, finish)
-        )
+        return replace(builder, spans=(*self.spans, span), finish=(*self.finish, finish))
 
     def finished(self, row_id: str, parent_id: str) -> GeneratedRow:
         """Return the finished training row."""

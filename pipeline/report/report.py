@@ -60,6 +60,7 @@ class StageFigures:
     bytes_per_position: float | None = None
     special_token_rows: int | None = None
     cut_at_tools: int | None = None
+    unlearned_answers: int | None = None
     warnings: list[str] | None = None
 
 

@@ -156,6 +156,8 @@ def _stage_output(part: StageFigures) -> str:
         facts.append(f"{rate(part.tokens_per_second)} {unit}/s")
     if part.cut_at_tools is not None:
         facts.append(f"{count(part.cut_at_tools)} rows cut before functions")
+    if part.unlearned_answers is not None:
+        facts.append(f"{count(part.unlearned_answers)} answers marked not to learn")
     if isinstance(part, TrainFigures) and part.final_loss is not None:
         facts.append(f"loss {ratio(part.final_loss)}")
     return ", ".join(facts)

@@ -41,7 +41,7 @@ from pipeline.targets.engines import GenerationEngine, make_generation_engine, s
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template
 
 NAME = "generate"
-VERSION = 5
+VERSION = 6
 FIGURES = {
     "rows": "rows",
     "samples": "samples",
@@ -49,6 +49,7 @@ FIGURES = {
     "tokens_per_second": "tokens per second",
     "quarantined": "quarantined",
     "special_token_rows": "special token rows",
+    "unlearned_answers": "answers marked not to learn",
 }
 
 MIN_ROWS = 2  # of each split; a standard error needs two
@@ -201,6 +202,8 @@ class Worker:
                     counts["special_token_rows"] += 1
                 if dialogue.cut_at_tools:
                     counts["cut_at_tools"] += 1
+                if dialogue.unlearned_answers:
+                    counts["unlearned_answers"] += dialogue.unlearned_answers
             return writer.commit(NAME, ids_in, dict(counts), time.monotonic() - started)
 
     def _begin_shard(self, task: ShardTask) -> tuple[list[SeedRow], DialogueGroup]:

@@ -40,7 +40,7 @@ from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 
 NAME = "seeds"
-VERSION = 7
+VERSION = 8
 FIGURES = {
     "rows": "rows",
     "train_rows": "train rows",

@@ -191,6 +191,33 @@ def test_passthrough_keeps_the_seed_s_answers_and_asks_nothing(chatml, templates
     assert written(row, tokenizer) == [f"Seed one.{END}", f"Seed two.{END}"]
 
 
+def test_an_answer_marked_not_to_learn_is_context_without_a_span(chatml, tokenizer):
+    first, second = 2, 4  # the answers among the seed's messages
+    plain = only_row(seed_dialogue(chatml, mode="passthrough"))
+    for number, learned in ((first, "Seed two."), (second, "Seed one.")):
+        messages = list(SEED.messages)
+        messages[number] = replace(messages[number], learned=False)
+        seed = replace(SEED, messages=tuple(messages))
+        dialogue = Dialogue(seed, chatml, replace(SETTINGS, mode="passthrough"))
+        row = only_row(dialogue)
+        assert row.input_ids == plain.input_ids
+        assert written(row, tokenizer) == [f"{learned}{END}"] and row.finish == ["stop"]
+        assert dialogue.unlearned_answers == 1
+        replayed = Dialogue(seed, chatml, SETTINGS)
+        hold(replayed, tokenizer, "One.", "Two.", "Three.")
+        assert len(only_row(replayed).spans) == 3 and replayed.unlearned_answers == 0
+
+
+def test_a_row_without_an_answer_to_learn_is_rejected(chatml):
+    messages = tuple(replace(message, learned=False) for message in SEED.messages)
+    dialogue = Dialogue(
+        replace(SEED, messages=messages), chatml, replace(SETTINGS, mode="passthrough")
+    )
+    assert dialogue.next_request() is None and dialogue.unlearned_answers == 2
+    with pytest.raises(RowRejected, match="no answer to learn"):
+        dialogue.rows()
+
+
 def test_passthrough_is_cut_by_the_context_alone(chatml):
     short = {"mode": "passthrough", "sampling": Sampling(max_new_tokens=1)}
     whole = only_row(seed_dialogue(chatml, **short))

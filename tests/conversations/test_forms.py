@@ -156,6 +156,15 @@ def test_a_clear_meaning_is_repaired(turns, repaired):
     assert said(sharegpt(*TURN.findall(turns))) == repaired
 
 
+@pytest.mark.parametrize("mark", ["weight", "train", "training", "trainable", "loss", "loss_mask"])
+def test_a_turn_may_be_marked_not_to_learn(mark):
+    """OpenAI, Axolotl, verl, ms-swift and slime each have such a key."""
+    turns = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}]
+    for value, learned in ((0, False), (False, False), (1, True), (True, True), (None, True)):
+        conversation = read({"messages": [turns[0], turns[1] | {mark: value}]})
+        assert conversation.messages[1] == Message("assistant", "B.", learned=learned)
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

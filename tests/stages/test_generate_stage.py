@@ -118,6 +118,19 @@ def test_passthrough_keeps_the_seed_s_own_answers(finished_run, generated):
     assert {row["id"]: row["messages"] for row in rows} == messages
 
 
+def test_answers_marked_not_to_learn_are_counted(generated, tmp_path):
+    turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
+    marked = [turns[0], turns[1] | {"weight": 0}, turns[0], turns[1] | {"weight": 1}]
+    rows = []
+    for n in range(40):
+        rows.append({"messages": [turns[0] | {"content": f"What is {n}?"}, *marked[1:]]})
+    source = {"path": write_lines(tmp_path / "marked.jsonl", *rows)}
+    mode = {"generate__mode": "passthrough", "generate__engine": "vllm"}
+    stage = generated(seeds__sources=[source], **mode)
+    assert stage.summary["unlearned_answers"] == 40
+    assert all(len(row["spans"]) == 1 for row in stored(stage))
+
+
 def test_self_talk_writes_both_roles(generated):
     turns = ["assistant", "user", "assistant", "user", "assistant"]
     longest = 0
