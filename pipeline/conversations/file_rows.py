@@ -1,11 +1,13 @@
 """Streaming readers of seed files: text, JSON, CSV and TSV (also gzip), Parquet, Arrow, the Hub.
 
-A row is a parsed value, or a `RejectedRow` if the row cannot be read. Bytes that are not UTF-8
-become lone surrogates, and the row is rejected later.
+A row is a parsed value, or a `RejectedRow` if the row cannot be read. Text is UTF-8, or UTF-16 with
+a byte order mark. Bytes that cannot be decoded become a lone surrogate, and the row is rejected
+later.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
@@ -23,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.conversations.conversation import Reason, RejectedRow, RowRejected
-from pipeline.conversations.forms import KNOWN_KEYS
+from pipeline.conversations.forms import FORM_KEYS, KNOWN_KEYS
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
 CHUNK = 1 << 16
@@ -70,16 +72,33 @@ def open_seed_file(path: Path) -> Iterator[io.BufferedReader]:
         ) from error
 
 
+def _surrogate(error: UnicodeError) -> tuple[str, int]:
+    """Replace bytes that cannot be decoded by a lone surrogate; an error handler of codecs."""
+    assert isinstance(error, UnicodeDecodeError)
+    return "\udcff", error.end
+
+
+codecs.register_error("surrogate", _surrogate)
+
+
+def _encoding(file: io.BufferedReader) -> str:
+    """Return the encoding of a text file by its byte order mark, UTF-8 without one."""
+    if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return "utf-16"
+    return "utf-8-sig"
+
+
 def _decoded_text(file: io.BufferedReader) -> io.TextIOWrapper:
-    """Return a text stream of a UTF-8 file; bytes that are not UTF-8 become lone surrogates."""
-    return io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape")
+    """Return a text stream of a file; bytes that cannot be decoded become lone surrogates."""
+    return io.TextIOWrapper(file, _encoding(file), errors="surrogate")
 
 
 def _raw_lines(text: io.TextIOWrapper) -> Iterator[str]:
     """Yield a text's lines with their line ends.
 
-    A line of more than `MAX_ROW` characters is yielded in pieces. A NUL, which comes from UTF-16 or
-    binary data, becomes a lone surrogate, so that the row is rejected.
+    A line of more than `MAX_ROW` characters is yielded in pieces. A NUL, which comes from binary
+    data or from UTF-16 without a byte order mark, becomes a lone surrogate, so that the row is
+    rejected.
     """
     while line := text.readline(MAX_ROW):
         yield line.replace("\0", "\udc00")
@@ -101,7 +120,8 @@ def json_rows(file: io.BufferedReader, path: Path) -> Iterator[Any]:
     Raises:
         DataError: An array breaks off, is malformed, or has an item longer than `MAX_ROW`.
     """
-    if file.peek(CHUNK).lstrip(BLANK.encode())[:1] == b"[":
+    start = file.peek(CHUNK).decode(_encoding(file), "ignore")
+    if start.lstrip(BLANK).startswith("["):
         yield from _array_items(_decoded_text(file), path)
         return
     for line in text_lines(file):
@@ -157,6 +177,8 @@ def _array_items(text: io.TextIOWrapper, path: Path) -> Iterator[Any]:
 def select_columns(names: Sequence[str], wanted: Sequence[str], where: str | Path) -> list[str]:
     """Return the columns to read: those of `wanted`, else those of known forms, else all.
 
+    All columns are read, too, if none identifies a form, so that the first row names them.
+
     Args:
         names: The table's columns; the result keeps their order.
         where: The table in error messages.
@@ -172,8 +194,9 @@ def select_columns(names: Sequence[str], wanted: Sequence[str], where: str | Pat
                 where,
                 "Correct seeds.sources[].columns; a CSV or TSV file names its columns in line 1.",
             )
-    known = [name for name in names if name in (wanted or KNOWN_KEYS)]
-    return known or list(names)
+    if not wanted and not any(key in names for key in FORM_KEYS.values()):
+        return list(names)
+    return [name for name in names if name in (wanted or KNOWN_KEYS)]
 
 
 def delimited_rows(
@@ -278,16 +301,41 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
 
     The batch is validated first, because a wrong offset would read beyond the file's memory.
     """
+    types = {field.name: field.type for field in batch.schema}
+    rows: list[Any]
     try:
         batch.validate(full=True)
-        rows = batch.to_pylist()
-    except (ValueError, ArithmeticError) as error:
+        rows = []
+        for row in batch.to_pylist():
+            rows.append({name: _json_value(row[name], kind) for name, kind in types.items()})
+    except (ValueError, ArithmeticError, RecursionError) as error:
         if len(batch) > 1:
             for number in range(len(batch)):
                 yield from _batch_rows(batch.slice(number, 1))
             return
         rows = [unreadable_row(Reason.UNDECODABLE, f"It cannot be read: {error}.")]
     yield from rows
+
+
+def _json_value(value: Any, kind: pa.DataType) -> Any:
+    """Convert a value of an Arrow column to the JSON value that it was made of.
+
+    A struct has every field of its column, so fields that are null are left out. A map becomes a
+    dict, and text of Arrow's JSON type is parsed.
+    """
+    if value is None:
+        return None
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if isinstance(kind, pa.MapType):
+        return {key: _json_value(item, kind.item_type) for key, item in value}
+    if isinstance(kind, pa.StructType):
+        fields = {name: item for name, item in value.items() if item is not None}
+        return {name: _json_value(item, kind.field(name).type) for name, item in fields.items()}
+    if isinstance(value, list):
+        inner = getattr(kind, "value_type", None)
+        return [_json_value(item, inner) for item in value]
+    return value
 
 
 def hub_rows(hub: str, split: str, columns: Sequence[str]) -> Iterator[Any]:
@@ -306,7 +354,9 @@ def hub_rows(hub: str, split: str, columns: Sequence[str]) -> Iterator[Any]:
         found = datasets.load_dataset(hub, split=split, streaming=True)
         if found.column_names is not None:
             found = found.select_columns(select_columns(found.column_names, columns, where))
-        yield from found
+        for table in found.with_format("arrow").iter(BATCH_ROWS):
+            for batch in table.to_batches():
+                yield from _batch_rows(batch)
     except ConfigError:
         raise
     except (datasets.exceptions.DatasetNotFoundError, ValueError) as error:

@@ -49,6 +49,10 @@ FILES = {
     "byte-order-mark.jsonl": b"\xef\xbb\xbf" + JSONL.encode(),
     "indented.json": json.dumps(ROWS, indent=2, ensure_ascii=False).encode(),
     "byte-order-mark.json": b"\xef\xbb\xbf \n" + json.dumps(ROWS).encode(),
+    "utf-16.jsonl": JSONL.encode("utf-16"),
+    "utf-16-big-endian.json": ("\ufeff" + json.dumps(ROWS)).encode("utf-16-be"),
+    "utf-16.txt": "\r\n".join(TEXTS).encode("utf-16"),
+    "utf-16.csv.gz": gzip.compress("\n".join(["prompt", *TEXTS]).encode("utf-16")),
     "lines-called.json": JSONL.encode(),
     "array-called.jsonl": json.dumps(TEXTS).encode(),
     "packed-called.jsonl": gzip.compress(json.dumps(ROWS).encode()),
@@ -60,6 +64,12 @@ FILES = {
     "a.arrow": table_file(TABLE, "arrow"),
     "\udcff.arrow": table_file(TABLE, "arrow"),
 }
+CALLED = """[
+    {"prompt": "Sunny?", "id": null, "tools": [
+        {"name": "weather", "parameters": {"city": {"type": "string"}, "tags": ["a", null]}}]},
+    {"prompt": "Late?", "id": "7", "tools": [
+        {"name": "clock", "parameters": {"zone": {"type": "string"}}}]}
+]"""
 every_table = pytest.mark.parametrize("kind", ["parquet", "feather", "arrow"])
 
 
@@ -114,6 +124,7 @@ def test_a_damaged_file_gives_storable_rows_or_a_named_error(name, seed, tmp_pat
             "a? | undecodable | unknown-format | c?",
         ),
         ("a.txt", b"a?\nsec\xe6\x9dond\nc?\0", "a? | undecodable | undecodable"),
+        ("a.txt", b"\xff\xfea\0\n\0\x41\xd8\n\0c\0\n\0d", "a | undecodable | c | undecodable"),
         ("a.csv", b"\xef\xbb\xbfid,prompt\n1,a?\n\n2,b?\r\n", "a? | b?"),
         ("a.csv", b"prompt,note\rwhy?,a\rhow?,b\r", "why? | how?"),
         ("a.CSV", b"id;prompt\n1;a,b?", "a,b?"),
@@ -198,6 +209,38 @@ def test_a_file_that_unpacks_beyond_the_limit_is_refused(tmp_path, name):
 def test_a_truncated_gzip_file_is_an_error(cut, tmp_path):
     with pytest.raises(DataError, match="damaged"):
         read(written(tmp_path / "a.jsonl.gz", gzip.compress(JSONL.encode())[:cut]))
+
+
+@every_table
+def test_a_table_gives_the_functions_that_its_rows_were_made_of(kind, tmp_path):
+    """Columns align structs: each function has the others' parameters, as nulls."""
+    rows = read(written(tmp_path / "a.json", CALLED))
+    table = pa.Table.from_pylist(json.loads(CALLED))
+    assert read(written(tmp_path / f"a.{kind}", table_file(table, kind))) == rows
+    assert "zone" not in rows[0].tools and "null" in rows[0].tools
+
+
+def test_a_table_s_calls_maps_and_json_are_read_as_json(tmp_path):
+    """Hub data sets store values of mixed types as JSON text, of Arrow's type for it."""
+    arguments = pa.map_(pa.string(), pa.int64())
+    call = pa.struct([("name", pa.string()), ("arguments", arguments)])
+    part = pa.struct([("text", pa.string()), ("image", pa.string())])
+    turn = [("role", pa.string()), ("content", pa.list_(part)), ("tool_calls", pa.list_(call))]
+    turns = [
+        {"role": "user", "content": [{"text": "Sum?", "image": None}], "tool_calls": None},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"name": "add", "arguments": {"a": 1}}],
+        },
+        {"role": "tool", "content": [{"text": "1"}]},
+    ]
+    messages = pa.array([turns], pa.list_(pa.struct(turn)))
+    tools = pa.array(['[{"name": "add", "default": null}]'], pa.json_())
+    table = pa.table({"messages": messages, "tools": tools})
+    [row] = read(written(tmp_path / "a.parquet", table_file(table, "parquet")))
+    assert row.messages[1].tool_calls == '[{"name": "add", "arguments": {"a": 1}}]'
+    assert json.loads(row.tools)[0]["function"] == {"name": "add", "default": None}
 
 
 def broken_texts(*texts: bytes) -> pa.Array:

@@ -7,7 +7,10 @@ import json
 import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from pyarrow import csv
 
 from pipeline.config import SeedSource
 from pipeline.config.load import load_config
@@ -60,7 +63,7 @@ def test_a_limit_counts_rejected_rows_and_all_files(limit, tmp_path):
         ("numbers.json", b"[1, 2, 3]", "int"),
         ("prose.json", b"Call me Ishmael.\nSome years ago", "not valid JSON"),
         ("picture.jsonl", bytes(range(128, 256)) * 9, "not valid JSON"),
-        ("utf-16.txt", "Hello?\n你好".encode("utf-16"), "not UTF-8"),
+        ("utf-16.txt", "Hello?\n你好".encode("utf-16-le"), "not UTF-8"),
         ("prompts.csv", b"why is the sky blue?\nwho are you?\n", "why is the sky blue"),
     ],
 )
@@ -143,6 +146,35 @@ def test_columns_of_other_names_are_read_or_missed_by_name(name, tmp_path):
     error = DataError if name == "a.jsonl" else ConfigError
     with pytest.raises(error, match=r"`question`.*`q`, `a`, `number`"):
         list(SourceReader(SeedSource(**source, columns={"prompt": "question"}), "s", 1000))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
+def test_rows_of_no_form_are_refused_with_all_their_columns(name, tmp_path):
+    row = {"id": "7", "conversation": "Hello?", "model": "v", "turn": 1}
+    rows = pa.Table.from_pylist([row])
+    path = written(tmp_path / name, json.dumps(row))
+    if name.endswith("parquet"):
+        pq.write_table(rows, path)
+    elif name.endswith("csv"):
+        csv.write_csv(rows, path)
+    with pytest.raises(DataError, match="`id`, `conversation`, `model`, `turn`"):
+        read(path)
+
+
+@pytest.mark.parametrize(("name", "zone"), [("train.jsonl", None), ("train.parquet", 2)])
+def test_functions_of_a_hub_data_set_are_those_of_its_rows(name, zone, tmp_path):
+    rows = [
+        {"prompt": "Sunny?", "tools": [{"name": "weather", "in": {"city": 1}}]},
+        {"prompt": "Late?", "tools": [{"name": "clock", "in": {"zone": zone}}]},
+        {"prompt": "Sum?", "tools": [{"name": "add"}]},
+    ]
+    lines = "\n".join(map(json.dumps, rows))
+    expected = read(written(tmp_path / "rows.jsonl", lines))
+    (tmp_path / "hub").mkdir()
+    path = written(tmp_path / "hub" / name, lines)
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    assert list(SourceReader(SeedSource(hub=str(path.parent)), "s", 1000)) == expected
 
 
 def test_a_hub_data_set_is_streamed_or_refused(tmp_path, monkeypatch):
