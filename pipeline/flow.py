@@ -221,7 +221,7 @@ def push_run(
     config = config.model_copy(update={"push": config.push.model_copy(update=chosen)})
     if not config.push.asks_for_something:
         raise ConfigError(
-            "There is no repository to push to.", "push.repo_id", "Give --repo-id USER/NAME."
+            "There is no repository to push to.", "push.repo_id", "Set it to USER/NAME."
         )
     lock = contextlib.nullcontext() if dry_run else run.locked()
     with lock, contextlib.closing(_open_finished_run(run, config, console or Console())) as context:

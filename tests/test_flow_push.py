@@ -228,7 +228,7 @@ def test_a_dry_run_shows_what_would_go_and_touches_nothing(copied_run, hub, monk
     for name, handler in handlers.items():
         signal.signal(name, handler)
     out, err = capsys.readouterr()
-    assert code == 2 and "pass --base-model ORG/NAME" in err
+    assert code == 2 and "set --base-model" in err
     assert hub.requests == [] and sorted(copied_run.path.rglob("*")) == before
     assert all(f"  {name}" in out for name in EXPORTED)
 

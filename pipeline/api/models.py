@@ -27,6 +27,7 @@ from pipeline.errors import ConfigError
 from pipeline.export.directory import read_heads, read_tree
 from pipeline.export.layout import target_of
 from pipeline.heads.kind import Heads
+from pipeline.storage.run_directory import export_of
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import (
     TargetSpec,
@@ -174,18 +175,20 @@ def load_export(
     """Load an export and its target, ready to decode.
 
     Args:
-        export: `RUN_DIR/latest/export`, or a copy of it.
+        export: A run's directory, its `latest/export`, or a copy of that.
         target: A loaded target, a Hub id or a directory; by default the target that the export
             names.
         tree: A tree to use instead of the export's.
         **settings: Arguments of `load_target`, such as `gpus`, for a target that is not loaded yet.
 
     Raises:
-        ConfigError: The target does not exist or is not that of the heads, the tree does not fit
-            the heads, or settings are given for a loaded target.
+        ConfigError: There is no such directory, or the run has no export yet. The target does not
+            exist or is not that of the heads, the tree does not fit the heads, or settings are
+            given for a loaded target.
         DataError: The directory is not an export or is damaged, or the tree's file cannot be read.
         EnvironmentFault: As in `load_target`.
     """
+    export = export_of(Path(export))
     chosen = tree or read_tree(export)
     if not isinstance(target, Target):
         target = load_target(target or target_of(export), **settings)
@@ -196,7 +199,7 @@ def load_export(
             "Give them to load_target, or give load_export the target's name.",
         )
     heads = load_heads(export, target)
-    return Export(Path(export), target, heads, target.decoder(heads, chosen))
+    return Export(export, target, heads, target.decoder(heads, chosen))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from pipeline.cli import chat, check, compare, inspect, keys, plan, push, run, serve, status, verify
+from pipeline.cli.arguments import with_options_in_errors
 from pipeline.cli.ending import ends_well
 from pipeline.cli.version import print_version
 from pipeline.errors import ConfigError
@@ -27,13 +28,11 @@ for command in (
     verify.verify,
     inspect.inspect,
     compare.compare,
-    chat.chat,
-    serve.serve,
-    check.check,
-    push.push,
     keys.keys,
 ):
     app.command()(command)
+for without_configuration in (chat.chat, serve.serve, check.check, push.push):
+    app.command()(with_options_in_errors(without_configuration))
 
 COMMITTING = {"run", "push"}  # their results stay after an interrupt, and they can continue
 GONE = {

@@ -1,16 +1,15 @@
-"""Command-line arguments that several commands take."""
+"""Command-line arguments that several commands take, and errors that name them."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from pipeline.config.load import RUN_FILE
-from pipeline.errors import ConfigError
-
-LATEST_EXPORT = "latest/export"  # in a run's directory
+from pipeline.errors import MedusaDistillError
 
 RunArgument = Annotated[Path, Argument(help="A run's directory, such as runs/demo.")]
 TargetSettings = Annotated[
@@ -30,29 +29,31 @@ Overrides = Annotated[
         help="section.key=value; values parse as YAML, paths are relative to the working directory."
     ),
 ]
+OPTIONS = {
+    "check.prompts": "--prompts",
+    "check.max_new_tokens": "--max-new-tokens",
+    "check.draft_tokens": "--draft-tokens",
+    "check.engines and generate.engine": "--engine",
+    "check.engines": "--engine",
+    "gpus_per_worker": "--gpus",
+    "push.repo_id": "--repo-id",
+    "push.dataset": "--dataset",
+    "push.base_model": "--base-model",
+}
+"""The options of commands that read no configuration, by the setting that an error may name."""
 
 
-def export_of(source: Path) -> Path:
-    """Return the latest export of a run's directory, or the directory itself; see `run_of`."""
-    run = run_of(source)
-    return source if run is None else run / LATEST_EXPORT
+def with_options_in_errors(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a command's errors name its options in place of a run's settings."""
 
+    @functools.wraps(command)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return command(*arguments, **options)
+        except MedusaDistillError as error:
+            for setting, option in OPTIONS.items():
+                error.where = error.where and str(error.where).replace(setting, option)
+                error.fix = error.fix and error.fix.replace(setting, option)
+            raise
 
-def run_of(source: Path) -> Path | None:
-    """Return the run of a run's directory or of its `latest/export`; None for other exports.
-
-    Raises:
-        ConfigError: There is no such directory, or the run has no export yet.
-    """
-    if not source.is_dir():
-        fix = "Give a run's directory, or an export."
-        raise ConfigError("There is no such directory.", source, fix)
-    above = source.absolute().parent.parent
-    for run, export in ((source, source / LATEST_EXPORT), (above, source)):
-        latest = run / LATEST_EXPORT
-        if latest.is_dir() and export.is_dir() and latest.samefile(export):
-            return run
-    if (source / RUN_FILE).is_file():
-        fix = f"Continue it: medusa-distill run {source}"
-        raise ConfigError("This run has no export yet.", source, fix)
-    return None
+    return call

@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 from rich.console import Console
 from typer import Argument, Context, Option
 
-from pipeline.cli.arguments import Gpus, TargetSettings, export_of
+from pipeline.cli.arguments import Gpus, TargetSettings
 from pipeline.config.load import target_settings
 from pipeline.errors import ConfigError
+from pipeline.storage.run_directory import export_of
 
 
 def chat(
@@ -67,12 +68,11 @@ def chat(
             "--system",
             "Type it in a terminal whose encoding is UTF-8.",
         ) from None
-    export_dir = export_of(source)
     if plain:
-        target = load_target(base_model or target_of(export_dir), gpus=gpus, **given)
+        target = load_target(base_model or target_of(export_of(source)), gpus=gpus, **given)
         decoder = target.decoder()
     else:
-        export = load_export(export_dir, target=base_model, gpus=gpus, **given)
+        export = load_export(source, target=base_model, gpus=gpus, **given)
         target, decoder = export.target, export.decoder
     console = Console(highlight=False, soft_wrap=True)
     notes = Console(highlight=False, soft_wrap=True, stderr=not console.is_terminal)

@@ -9,11 +9,12 @@ from typing import Annotated
 from rich.console import Console
 from typer import Argument, Context, Option
 
-from pipeline.cli.arguments import Gpus, TargetSettings, export_of
+from pipeline.cli.arguments import Gpus, TargetSettings
 from pipeline.config.load import target_settings
 from pipeline.errors import CheckFailed
 from pipeline.formatting import visible
 from pipeline.storage.atomic import write_json, write_text
+from pipeline.storage.run_directory import export_of
 
 
 class Engine(StrEnum):

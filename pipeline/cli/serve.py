@@ -13,10 +13,11 @@ from typing import Annotated, Any
 from rich.console import Console
 from typer import Argument, Context, Option
 
-from pipeline.cli.arguments import Gpus, export_of, run_of
+from pipeline.cli.arguments import Gpus
 from pipeline.config.load import RUN_FILE, load_config, target_settings
 from pipeline.config.running import PlainData
 from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.storage.run_directory import export_of, run_of
 
 WHERE = "vLLM's server"
 # Not `quantization` and `max_tokens`: they are chosen for training.

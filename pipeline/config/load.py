@@ -338,7 +338,14 @@ def _problem(key: str, errors: list[Any]) -> str:
     if kind == "value_error":
         return f"'{key}': {wanted}"
     value = json.dumps(first["input"], ensure_ascii=False, default=str)
-    return f"'{key}': {wanted}, not {value[:80]}"
+    problem = f"'{key}': {wanted}, not {value[:80]}"
+    is_text = kind in ("string_type", "path_type")
+    if is_text and not isinstance(first["input"], list | dict):
+        problem += (
+            "; YAML reads yes, no, on, off, null, numbers and dates as other values than text:"
+            f""" quote them, on the command line as {key}='"TEXT"'"""
+        )
+    return problem
 
 
 def nearest_key(wrong: str) -> str | None:

@@ -87,8 +87,7 @@ OTHER_KEYS = (
 KNOWN_KEYS = (*FORM_KEYS.values(), *ID_KEYS, *OTHER_KEYS)
 EXPECTED = (
     "conversations as ShareGPT (`conversations`), OpenAI `messages`, UltraChat (`data`), questions"
-    " (`turns`), Alpaca (`instruction`) or prompts (`prompt`, or plain strings);"
-    ' name other columns as "seeds.sources=[{path: FILE, columns: {prompt: question}}]"'
+    " (`turns`), Alpaca (`instruction`) or prompts (`prompt`, or plain strings)"
 )
 
 

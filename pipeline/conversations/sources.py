@@ -31,6 +31,7 @@ from pipeline.errors import ConfigError, DataError
 Row = Conversation | RejectedRow
 
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
+OTHER_COLUMNS = 'name other columns as "seeds.sources=[{path: FILE, columns: {prompt: question}}]"'
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv", *TABLE_SUFFIXES)
 TABLE_MAGIC = (b"PAR1", b"ARROW1")
 PROBED_ROWS = 1000  # first rows of a directory's file, read to check for conversations
@@ -97,6 +98,7 @@ class SourceReader:
         max_characters: Longer conversations are rejected.
         max_file_bytes: A file that is larger (for gzip, when decompressed) is an error.
         tools: The policy for function calls, `seeds.tools`.
+        other_columns: What an error advises if no row is a conversation.
 
     Attributes:
         read: The counts of each file or data set of the last iteration.
@@ -108,6 +110,7 @@ class SourceReader:
     max_characters: int
     max_file_bytes: int = 64 * 10**9
     tools: ToolPolicy = "context"
+    other_columns: str = OTHER_COLUMNS
     read: list[FileCount] = field(default_factory=list)
     skipped: list[SkippedFile] = field(default_factory=list)
 
@@ -207,7 +210,7 @@ class SourceReader:
             count.rows += 1
             yield outcome
         if count.conversations == 0:
-            raise DataError(what, where, f"Expected {EXPECTED}.")
+            raise DataError(what, where, f"Expected {EXPECTED}; {self.other_columns}.")
 
     def _parse_row(self, row: Any, number: int) -> Row:
         """Parse a raw seed row, and give it the id `name:number`."""
@@ -296,7 +299,12 @@ def read_questions(path: Path) -> list[Conversation]:
 
     Rejected rows are left out. Errors are those of iterating over a `SourceReader`.
     """
-    rows = SourceReader(SeedSource(path=path), path.stem, max_characters=10**9)
+    rows = SourceReader(
+        SeedSource(path=path),
+        path.stem,
+        max_characters=10**9,
+        other_columns="rename other columns in the file",
+    )
     return [row for row in rows if isinstance(row, Conversation)]
 
 

@@ -128,7 +128,7 @@ class Upload(ABC):
             raise ConfigError(
                 "The push needs the target's Hub id: nobody else can load a local target.",
                 self.base_model,
-                "Publish the target, then pass --base-model ORG/NAME (push.base_model).",
+                "Publish the target, then set push.base_model to its id.",
             )
 
     def require_publishable(self) -> None:
@@ -168,7 +168,7 @@ class Upload(ABC):
             raise ConfigError(
                 "The repository is public, and push.private asks for a private one.",
                 self.repo_id,
-                "Make it private on the Hub, or push with push.private=false.",
+                "Make it private on the Hub, or `run` with push.private=false.",
             )
         conflicting = self.conflicting(_file_names_on_hub(existing))
         if conflicting:

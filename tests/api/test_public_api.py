@@ -31,7 +31,7 @@ def run(finished_run):
 
 @pytest.fixture(scope="module")
 def export(run):
-    return load_export(run.export)
+    return load_export(run.path)
 
 
 def test_every_public_name_is_documented():
@@ -58,6 +58,8 @@ def test_a_run_that_has_not_come_so_far_says_so(tmp_path, copied_run):
     (copied_run.path / "latest" / "export").unlink()
     with pytest.raises(DataError, match="no finished export stage"):
         _ = open_run(copied_run.path).export
+    with pytest.raises(ConfigError, match="has no export yet"):
+        load_export(copied_run.path)
     with pytest.raises(ConfigError, match="absent"):
         open_run(tmp_path / "absent")
 

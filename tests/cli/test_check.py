@@ -66,6 +66,21 @@ def test_another_setting_is_refused_with_its_option(checked):
         assert ended.code == 2 and word in ended.err and fix in ended.err
 
 
+def test_advice_is_what_this_command_accepts(checked, finished_run, tmp_path):
+    """Its options in place of a run's settings, and no settings of seeds, which it has not."""
+    unknown = tmp_path / "unknown.jsonl"
+    unknown.write_text('{"colour": "red"}\n' * 8)
+    ended = checked(finished_run.path, prompts=unknown)
+    said = one_paragraph(ended.err)
+    assert ended.code == 3 and "`prompt`" in said and "seeds." not in said
+    ended = checked(finished_run.path, "--gpus", 99)
+    said = one_paragraph(ended.err)
+    assert ended.code == 4 and "--gpus" in said and "gpus_per_worker" not in said
+    ended = checked(finished_run.path, "--max-new-tokens", 500)
+    said = one_paragraph(ended.err)
+    assert ended.code == 3 and "--max-new-tokens" in said and "check.max" not in said
+
+
 def asked_of_vllm(monkeypatch, accepted: float) -> list[dict]:
     """Replace vLLM, and return the list of the speculative configurations that it would get."""
     asked: list[dict] = []

@@ -3,6 +3,7 @@ gives the same run.
 """
 
 import ast
+import shlex
 from pathlib import Path
 from typing import get_args
 
@@ -46,6 +47,20 @@ def test_paths_are_relative_to_the_file(file):
     assert {found[section][key] for section, key in keys} == {file.parent / "there"}
     assert config.target.model == str(file.parent / "target")
     assert config.seeds.sources[0].path == file.parent / "seeds.jsonl"
+
+
+@pytest.mark.parametrize("key", ["run.name", "run.root", "target.model", "train.heads"])
+@pytest.mark.parametrize("word", ["yes", "no", "on", "off", "null", "1.5", "12", "2026-11-28"])
+def test_text_that_yaml_reads_otherwise_needs_quotes(file, key, word):
+    """The message gives the quoted override, which is then accepted."""
+    with pytest.raises(ConfigError, match="YAML") as refused:
+        load_config(file, [f"{key}={word}"])
+    quoted = f"{key}='\"{word}\"'"
+    assert f"{key}='\"TEXT\"'" in str(refused.value)
+    (override,) = shlex.split(quoted)
+    section, name = key.split(".")
+    found = getattr(getattr(load_config(file, [override]), section), name)
+    assert str(found).rpartition("/")[2] == word
 
 
 def test_bundled_name_is_used_where_no_such_file_exists(tmp_path, monkeypatch):
