@@ -341,9 +341,27 @@ class TunedDrift:
 
 
 @result
+class PromptSource:
+    """The conversations of a source, or of a category in it, and the check's prompts from them.
+
+    Attributes:
+        conversations: The conversations of all splits.
+        held_out: The held-out conversations with a prompt that leaves room for an answer.
+        prompts: Those that the check decodes.
+    """
+
+    source: str
+    category: str | None = None
+    conversations: int
+    held_out: int
+    prompts: int
+
+
+@result
 class CheckFigures(Engines):
     """The section `check` of report.json."""
 
+    prompt_sources: list[PromptSource] | None = None  # None for a file of questions
     contaminated_rows: int | None = None
     exact_match: list[dict[str, str | int | float]] | None = None
     passed: bool
@@ -361,6 +379,7 @@ class CheckResult(Engines):
     drift: TunedDrift | None = None  # of the published weights; None where no backbone was tuned
     samples: list[Sample] = field(default_factory=list)
     exact_match: list[dict[str, str | int | float]] | None = None  # by category
+    prompt_sources: list[PromptSource] | None = None  # None for a file of questions
     contaminated_rows: int | None = None  # training rows that hold a question of the check's file
     hardware: JsonObject | None = None  # of the machine that decoded
     versions: dict[str, str] | None = None
@@ -392,6 +411,7 @@ class CheckResult(Engines):
         return CheckFigures(
             native=self.native,
             vllm=self.vllm,
+            prompt_sources=self.prompt_sources,
             contaminated_rows=self.contaminated_rows,
             exact_match=self.exact_match or None,
             passed=not failures,

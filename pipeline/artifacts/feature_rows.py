@@ -87,8 +87,9 @@ class StateFormat:
 
 @dataclass(frozen=True)
 class FeatureRow:
-    """One conversation's states, and the tokens and labels at its learnable positions."""
+    """One row's states, and the tokens and labels at its learnable positions."""
 
+    parent_id: str  # of the conversation, which may have several rows
     hidden_ND: Tensor  # all stored positions
     learnable: Tensor  # int64, indices in `hidden_ND` of the learnable positions
     next_N: npt.NDArray[np.int32]  # the tokens that follow the learnable positions
@@ -171,7 +172,7 @@ class FeatureRows:
     def read_group(self, index: int) -> list[FeatureRow]:
         """Read the rows of one row group into memory; raise what the constructor raises."""
         path, group = self._groups[index]
-        columns = ["input_ids", "spans", "hidden"]
+        columns = ["parent_id", "input_ids", "spans", "hidden"]
         if self.states.precision != "native":
             columns.append(SCALES.name)
         with open_rows(path, self.fingerprint) as shard:
@@ -186,7 +187,9 @@ class FeatureRows:
         learnable = np.flatnonzero(labels_KN[0] != IGNORED)
         next_N = ids[feature_positions(spans)[learnable] + 1]
         hidden_ND = self._hidden_states(table, index)
-        return FeatureRow(hidden_ND, torch.from_numpy(learnable), next_N, labels_KN[:, learnable])
+        parent_id = table["parent_id"][index].as_py()
+        labels_KN = labels_KN[:, learnable]
+        return FeatureRow(parent_id, hidden_ND, torch.from_numpy(learnable), next_N, labels_KN)
 
     def _hidden_states(self, table: pa.Table, index: int) -> Tensor:
         """Return the hidden states [N, D] of one row of the table, in the target's dtype."""

@@ -70,6 +70,16 @@ def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
             yield row.conversation
 
 
+def read_categories(shards: Iterable[Path]) -> dict[str, str]:
+    """Return the category of each seed row that has one, by the row's id."""
+    found = {}
+    for path in shards:
+        for row in read_rows(path, ["id", "category"]):
+            if row["category"]:
+                found[row["id"]] = row["category"]
+    return found
+
+
 def most_frequent_opening(shards: Iterable[Path]) -> tuple[str, int]:
     """Return the most frequent first question of seed rows, normalized, and how many have it."""
     openings = Counter(first_question(row.conversation) for row in read_seed_rows(shards))

@@ -151,12 +151,12 @@ class CheckConfig(Section):
     prompts: int | Path = Field(
         32,
         description=(
-            "Number of held-out rows, with one answer each; or a file of questions (MT-Bench,"
-            " Spec-Bench), with all turns."
+            "Number of held-out conversations, with one answer each, drawn from every source and"
+            " category in its share; or a file of questions (MT-Bench, Spec-Bench), with all turns."
         ),
     )
     max_new_tokens: PositiveInt = Field(
-        64, description="Maximum number of tokens decoded per prompt."
+        128, description="Maximum number of tokens decoded per prompt."
     )
     max_tokens: PositiveInt | None = Field(
         None,

@@ -26,7 +26,7 @@ from pipeline.heads.kind import Heads
 
 NEVER = torch.iinfo(torch.int16).max  # the rank of a node that is not proposed
 PREFER_PARENT = 1e-3  # subtracted per depth: a parent comes before an equally probable child
-CHUNK_BYTES = 64 << 20  # of fp32 logits that are computed at a time
+CHUNK_BYTES = 512 << 20  # of fp32 logits at a time; each chunk reads the whole lm_head
 LEAST = -100.0  # lower bound of a guess's log probability, so that PREFER_PARENT counts in fp32
 
 

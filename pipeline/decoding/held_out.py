@@ -89,7 +89,7 @@ class HeldOutRanks:
         ranks_KN: For each position t, the ranks of the tokens at t+2+k: for static trees uint8,
             from `label_ranks`; for dynamic trees int16, from `DynamicTree.places`.
         starts: The first position of each span, ascending from 0.
-        conversations: The conversation number of each span; spans of a conversation are adjacent.
+        conversations: The number of each span's conversation.
         seen: Whether each span is an answer that is also in a training row.
     """
 

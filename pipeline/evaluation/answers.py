@@ -35,7 +35,7 @@ from pipeline.conversations.requests import TextStream
 from pipeline.decoding.decoder import Decoded
 from pipeline.decoding.steps import last_positions
 from pipeline.evaluation.answer_files import Line
-from pipeline.evaluation.prompts import Prompt
+from pipeline.evaluation.prompts import Prompt, spread
 from pipeline.targets.spec import TargetSpec
 
 if TYPE_CHECKING:
@@ -187,10 +187,10 @@ def samples(
 ) -> list[Sample]:
     """Return the `NUM_SAMPLES` longest answers and their prompts, with each token's decoding step.
 
-    Step 0 is the prefill. Of answers of the same length the first are returned.
+    Each answer is of another conversation. Step 0 is the prefill.
     """
     found = []
-    answers = list(zip(prompts, decoded, strict=True))
+    answers = [(prompts[index], decoded[index]) for index in spread(prompts, len(prompts))]
     answers.sort(key=lambda pair: -len(pair[1].token_ids))
     for prompt, answer in answers[:NUM_SAMPLES]:
         steps = [0]

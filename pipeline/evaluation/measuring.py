@@ -29,6 +29,7 @@ from pipeline.evaluation.drafted import require_training_text
 from pipeline.evaluation.native import check_native
 from pipeline.evaluation.prompts import (
     CheckRequest,
+    draw_questions,
     question_prompts,
     require_prompts,
     with_room,
@@ -135,7 +136,8 @@ def measure_heads(
 
     Args:
         heads: A directory of heads, or a Hub id.
-        settings: `prompts` is the file of questions, of which the first `num_questions` are asked.
+        settings: `prompts` is the file of questions, of which `num_questions` are
+            drawn, each category in its share.
         gpus: The number of GPUs that an engine spans; 0 is the CPU.
         draft_tokens: The number of tokens that vLLM drafts; for another trainer's recurrent cell
             also the depth of its tree. By default it is read from the heads' directory.
@@ -163,7 +165,7 @@ def measure_heads(
         drafted = max(found.max_depth, longest_draft(settings))
         target = with_room(target, settings)
         engine: EngineName = "transformers" if "native" in settings.engines else "vllm"
-        questions = read_questions(Path(str(settings.prompts)))[:num_questions]
+        questions = draw_questions(read_questions(Path(str(settings.prompts))), num_questions)
         prompts = question_prompts(target, questions, settings, engine, gpus, progress)
         require_prompts(prompts, settings)
         request = CheckRequest(

@@ -10,16 +10,18 @@ Letters: T answer tokens, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from pipeline.artifacts.check_result import TunedDrift
+from pipeline.artifacts.drawn_rows import draw_rows
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation, RowRejected
+from pipeline.conversations.fair_draw import id_hash
 from pipeline.evaluation.answer_files import Line
+from pipeline.evaluation.answer_states import Answers
 from pipeline.evaluation.answers import log_probabilities, model_answer
 from pipeline.evaluation.prompts import Prompt, ask_questions, question_ids
 from pipeline.execution.progress import SILENT, ProgressReporter
@@ -28,13 +30,14 @@ from pipeline.targets.spec import TargetSpec, load_tokenizer
 from pipeline.training.backbone_losses import Drift
 
 MAX_POSITIONS = 2048  # gives a KL of 0.01 to about 10 %; takes 1 GB at V = 128k
+NUM_CONVERSATIONS = 64
 ORIGINAL = "original"
 
 
 def compare_with_original(
     original: TargetSpec,
     published: TargetSpec,
-    rows: Sequence[TokenRow],
+    answers: Answers,
     questions: Sequence[Conversation],
     settings: CheckConfig,
     gpus: int,
@@ -46,7 +49,7 @@ def compare_with_original(
     Args:
         original, published: The model before it was tuned, and the exported one, both with a
             context that the questions fit into.
-        rows: Held-out rows of the generate stage.
+        answers: Held-out text to measure the drift on, see `drift_answers`.
         questions: The check's questions, which the original answers; may be empty.
         gpus: The number of GPUs that each model spans; 0 is the CPU.
         name: The target's name in files of answers.
@@ -55,7 +58,7 @@ def compare_with_original(
         The drift, and the original's answers in FastChat's schema. Questions without a usable
             answer are left out.
     """
-    drift = published_drift(original, published, rows, gpus)
+    drift = published_drift(original, published, answers, gpus)
     tokenizer = load_tokenizer(original)
     lines = []
     dialogues = ask_questions(original, questions, settings, "transformers", gpus, progress)
@@ -72,17 +75,14 @@ def compare_with_original(
 
 @torch.inference_mode()
 def published_drift(
-    original: TargetSpec, published: TargetSpec, rows: Sequence[TokenRow], gpus: int = 0
+    original: TargetSpec, published: TargetSpec, text: Answers, gpus: int = 0
 ) -> TunedDrift:
-    """Measure the published model's drift from the original on spans of held-out rows.
-
-    At most `MAX_POSITIONS` target-written tokens are compared.
-    """
-    prompts, answers = first_positions(rows)
+    """Measure the published model's drift from the original on answers and their prompts."""
+    prompts = [prompt for prompt, _ in text]
+    answers = [answer for _, answer in text]
     model = load_on_gpus(original, gpus)
     expected = [log_p_TV.cpu() for log_p_TV in log_probabilities(model, prompts, answers)]
     del model
-    gc.collect()
     model = load_on_gpus(published, gpus)
     drift = Drift.zero(torch.device("cpu"))
     found = log_probabilities(model, prompts, answers)
@@ -91,19 +91,24 @@ def published_drift(
     return drift.figures()
 
 
-def first_positions(rows: Sequence[TokenRow]) -> tuple[list[Prompt], list[list[int]]]:
-    """Select prompts and answers to measure drift on: the first `MAX_POSITIONS` answer tokens.
+def drift_answers(rows: Iterable[TokenRow], room: int) -> Answers:
+    """Draw the text that drift is measured on: parts of the calibrate split's answers.
 
-    Each span is an answer; its prompt is the row's tokens before it. The last answer may be cut.
+    The answers are those of up to `NUM_CONVERSATIONS` rows, see `draw_rows`. They have at most
+    `MAX_POSITIONS` tokens in total: of longer ones only a part is taken, equally long in each
+    answer, at a place that a hash chooses.
     """
-    room = MAX_POSITIONS
-    prompts = []
+    spans = []
+    for row in draw_rows(rows, NUM_CONVERSATIONS, room, "calibrate").rows:
+        spans += [(row, span) for span in row.spans]
+    spans.sort(key=lambda pair: len(pair[1]))
+    left = MAX_POSITIONS
     answers = []
-    for row in rows:
-        for span in row.spans:
-            if room:
-                ids = row.input_ids[: min(span.end, span.start + room)].tolist()
-                prompts.append(Prompt(row.id, ids[: span.start]))
-                answers.append(ids[span.start :])
-                room -= len(answers[-1])
-    return prompts, answers
+    for number, (row, span) in enumerate(spans):
+        length = min(len(span), left // (len(spans) - number))
+        left -= length
+        start = span.start + id_hash(f"{row.id}/{span.start}") % (len(span) - length + 1)
+        ids = row.input_ids[: start + length].tolist()
+        if length:
+            answers.append((Prompt(row.id, ids[:start]), ids[start:]))
+    return answers

@@ -9,19 +9,21 @@ the same prompts.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.artifacts.check_result import PromptSource
+from pipeline.artifacts.drawn_rows import NO_CATEGORIES, draw_rows, fitting_answers
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.artifacts.seen_answers import TrainingText
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
+from pipeline.conversations.fair_draw import fair_order, id_hash
 from pipeline.conversations.requests import Sampling
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.decoding.dynamic_tree import DynamicTree
@@ -42,8 +44,8 @@ from pipeline.targets.spec import (
 class Prompt:
     """A prompt of the check: token ids up to where an answer begins.
 
-    `category` is the question's own, or the source of a held-out row. `question_id` is None for a
-    held-out row.
+    `category` is the question's own; for a held-out row without one it is the row's source.
+    `question_id` is None for a held-out row.
     """
 
     id: str
@@ -59,10 +61,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The check's prompts that leave room for an answer, and the number of skipped ones."""
+    """The check's prompts that leave room for an answer, and the number of skipped ones.
+
+    `sources` says how many held-out rows each source gave; None for a file of questions.
+    """
 
     kept: list[Prompt]
     skipped: int
+    sources: list[PromptSource] | None = None
 
 
 def require_prompts(prompts: Prompts, settings: CheckConfig) -> None:
@@ -116,35 +122,44 @@ def rule_of(settings: CheckConfig) -> AcceptanceRule:
 
 
 def held_out_prompts(
-    rows: Iterable[TokenRow], number: int, room: int, split: str = "check"
+    rows: Iterable[TokenRow],
+    number: int,
+    room: int,
+    split: str = "check",
+    categories: Mapping[str, str] = NO_CATEGORIES,
 ) -> Prompts:
-    """Make prompts of the first `number` suitable held-out rows: the tokens before one answer.
+    """Make prompts of up to `number` held-out conversations: the tokens before one answer.
 
-    A hash of the row's id chooses among the assistant's answers whose prompts have at most `room`
-    tokens. A row without such an answer is skipped and counted.
-
-    Args:
-        rows: Rows of the generate or features stage.
-        room: The longest prompt in tokens.
-        split: The split of the rows that are taken.
+    The rows are those of `draw_rows`, which has the same arguments. A hash chooses among the
+    answers of a row whose prompts have at most `room` tokens.
     """
-    kept: list[Prompt] = []
-    skipped = 0
-    for row in rows:
-        if len(kept) == number:
-            break
-        if row.split != split:
-            continue
-        answers = [span for span in row.spans if span.role == "assistant"]
-        fitting = [turn for turn, span in enumerate(answers) if span.start <= room]
-        if not fitting:
-            skipped += 1
-            continue
-        digest = hashlib.sha256(row.id.encode()).digest()
-        turn = fitting[int.from_bytes(digest[:8], "big") % len(fitting)]
-        ids = row.input_ids[: answers[turn].start].tolist()
-        kept.append(Prompt(row.id, ids, category=row.id.rpartition(":")[0]))
-    return Prompts(kept, skipped)
+    drawn = draw_rows(rows, number, room, split, categories)
+    kept = []
+    for row in drawn.rows:
+        fitting = fitting_answers(row, room)
+        start = fitting[id_hash(row.id) % len(fitting)].start
+        category = categories.get(row.parent_id, row.parent_id.rpartition(":")[0])
+        kept.append(Prompt(row.id, row.input_ids[:start].tolist(), category))
+    return Prompts(kept, drawn.skipped, drawn.sources)
+
+
+def spread(prompts: Sequence[Prompt], number: int) -> list[int]:
+    """Choose up to `number` prompts fairly, at most one per conversation; return their indices.
+
+    Each category has its share. The first of the indices are a fair draw too.
+    """
+    turn_of: dict[str, int] = {}
+    for index in sorted(range(len(prompts)), key=lambda index: id_hash(prompts[index].id)):
+        turn_of.setdefault(str(prompts[index].conversation), index)
+    categories = {name: prompts[index].category for name, index in turn_of.items()}
+    return [turn_of[name] for name in fair_order(categories)[:number]]
+
+
+def draw_questions(questions: Sequence[Conversation], number: int) -> list[Conversation]:
+    """Draw up to `number` questions fairly, each category in its share; keep their order."""
+    categories = {question.id: question.category for question in questions}
+    chosen = set(fair_order(categories)[:number])
+    return [question for question in questions if question.id in chosen]
 
 
 def question_prompts(

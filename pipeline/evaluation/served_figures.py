@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.artifacts.check_result import Category, GreedyMatch, LoadRow, ServedMethod
 from pipeline.artifacts.json_form import rounded
-from pipeline.evaluation.prompts import Prompt
+from pipeline.evaluation.prompts import Prompt, spread
 from pipeline.evaluation.speed import check_rate, members_of_categories
 from pipeline.targets.vllm_decode import VLLMTexts
 
@@ -50,15 +50,16 @@ def served_method(
 def prompts_in_turn(prompts: Sequence[Prompt]) -> list[int]:
     """Choose the prompts that are also decoded one after another, by index.
 
-    They are up to `NUM_OF_CATEGORY` of each category; with fewer than two categories the first
-    `NUM_IN_TURN`.
+    They are up to `NUM_OF_CATEGORY` of each category; with fewer than two categories up to
+    `NUM_IN_TURN`. Each is of another conversation.
     """
     members = members_of_categories(prompts)
     if len(members) < 2:
-        return list(range(len(prompts)))[:NUM_IN_TURN]
+        return sorted(spread(prompts, NUM_IN_TURN))
     chosen = []
     for rows in members.values():
-        chosen += rows[:NUM_OF_CATEGORY]
+        of_category = [prompts[row] for row in rows]
+        chosen += sorted(rows[place] for place in spread(of_category, NUM_OF_CATEGORY))
     return chosen
 
 

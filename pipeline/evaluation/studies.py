@@ -45,7 +45,7 @@ from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree, greedy
 from pipeline.evaluation.answer_states import AnswerStates, answer_states, guess_places, guess_ranks
 from pipeline.evaluation.answers import mean_log_likelihood
 from pipeline.evaluation.overhead import overheads, step_seconds
-from pipeline.evaluation.prompts import Prompt
+from pipeline.evaluation.prompts import Prompt, spread
 from pipeline.evaluation.speed import (
     PLAIN,
     check_speed,
@@ -102,7 +102,7 @@ def run_studies(
     asked = [name for name in settings.studies if name != "load"]
     if not asked:
         return None
-    few = replace(decoding, prompts=decoding.prompts[:NUM_PROMPTS])
+    few = replace(decoding, prompts=_few_prompts(decoding, NUM_PROMPTS))
     num_tokens = min(settings.max_new_tokens, MAX_NEW_TOKENS)
     found = Studies()
     for number, name in enumerate(asked):
@@ -118,6 +118,11 @@ def run_studies(
         else:
             found = replace(found, batch=batch_sizes(few, num_tokens, settings.repeats))
     return found
+
+
+def _few_prompts(decoding: Decoding, number: int) -> list[Prompt]:
+    """Return up to `number` of the check's prompts, each of another conversation."""
+    return [decoding.prompts[index] for index in spread(decoding.prompts, number)]
 
 
 def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
@@ -187,7 +192,7 @@ def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
             decoders[number] = Decoder(model, heads, tree, eos_token_ids=(), max_length=room)
         if not isinstance(tree, DynamicTree):
             top = max([top, *(rank + 1 for path in tree for rank in path)])
-    timed = [prompt.ids for prompt in decoding.prompts[:NUM_TIMED]]
+    timed = [prompt.ids for prompt in _few_prompts(decoding, NUM_TIMED)]
     for decoder in (endless, *decoders.values()):  # warm-up
         step_seconds(decoder, timed[0])
     costs = overheads(endless, decoders, timed)

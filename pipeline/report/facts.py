@@ -271,7 +271,7 @@ def report_warnings(report: Report) -> list[str]:
         found += _load_warnings("vLLM", vllm)
         found += _rate_gap_warnings("vLLM's acceleration rate", vllm, vllm)  # the chain's rates
         found += _same_text_warnings(vllm)
-    return [*found, *_little_text_warnings(report)]
+    return [*found, *_little_text_warnings(report), *_missing_prompt_warnings(report)]
 
 
 def _training_warnings(train: TrainFigures) -> Iterator[str]:
@@ -333,6 +333,25 @@ def _little_text_warnings(report: Report) -> Iterator[str]:
             f"The expected acceleration rate is {expected_rate(tree)}: calibration had too little"
             " text, so its tree and chain may not be the best. Raise seeds.holdout, or give it more"
             " questions (calibrate.data)."
+        )
+
+
+def _missing_prompt_warnings(report: Report) -> Iterator[str]:
+    """Yield a warning for the report if a source has fewer held-out rows than its share."""
+    sources = (report.check and report.check.prompt_sources) or []
+    num_prompts = sum(source.prompts for source in sources)
+    num_conversations = sum(source.conversations for source in sources)
+    missing = []
+    for source in sources:
+        share = num_prompts * source.conversations // num_conversations
+        if source.prompts == source.held_out < share:
+            name = ", ".join(filter(None, (source.source, source.category)))
+            missing.append(f"{name} {source.prompts} of {share}")
+    if missing:
+        yield (
+            "These sources have fewer held-out conversations that leave room for an answer than"
+            f" their share of the check's {num_prompts} prompts: {'; '.join(missing)}. Others took"
+            " their place, so the rates say less about these sources: raise seeds.holdout."
         )
 
 

@@ -67,7 +67,7 @@ from pipeline.training.held_out_accuracy import (
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
-VERSION = 13
+VERSION = 14
 FIGURES = {
     "tree.nodes": "nodes",
     "tree.expected_acceleration_rate": "expected acceleration rate",

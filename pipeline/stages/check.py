@@ -34,6 +34,7 @@ from pipeline.artifacts.check_result import (
 )
 from pipeline.artifacts.generated_rows import TokenRow, num_contaminated, read_token_rows
 from pipeline.artifacts.json_form import from_json, to_json
+from pipeline.artifacts.seed_rows import read_categories
 from pipeline.artifacts.seen_answers import training_text
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
@@ -44,7 +45,7 @@ from pipeline.conversations.sources import read_questions
 from pipeline.evaluation.answer_files import read_answers, write_answers, write_model_answers
 from pipeline.evaluation.batch_limits import batch_limits, gpu_figures
 from pipeline.evaluation.measuring import AnswerLines, check_with_engine, join_engines
-from pipeline.evaluation.original import compare_with_original
+from pipeline.evaluation.original import compare_with_original, drift_answers
 from pipeline.evaluation.prompts import (
     CheckRequest,
     Prompts,
@@ -79,7 +80,7 @@ from pipeline.targets.spec import (
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 26
+VERSION = 27
 FIGURES = {
     "native.acceleration_rate": "native acceleration rate",
     "native.speedup": "native speedup",
@@ -141,7 +142,9 @@ class CheckEngines:
         settings = self.context.config.check
         if isinstance(settings.prompts, int):
             room = context_length(target) - settings.max_new_tokens
-            prompts = held_out_prompts(_generated_rows(self.context), settings.prompts, room)
+            categories = read_categories(self.context.upstream["seeds"].shards())
+            rows = _generated_rows(self.context)
+            prompts = held_out_prompts(rows, settings.prompts, room, categories=categories)
         else:
             engine = settings.engines[0]
             prompts = self.call(
@@ -247,7 +250,7 @@ class CheckEngines:
             "native",
             original=with_room(context.target, settings),
             published=with_room(context.backbone("export"), settings),
-            rows=[row for row in _generated_rows(context) if row.split == "calibrate"],
+            answers=drift_answers(_generated_rows(context), context.resolved.context),
             questions=self.questions or [],
             settings=settings,
             name=Path(context.config.target.model).name,
@@ -291,7 +294,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         results: dict[str, CheckResult] = {}
         for engine in sorted(settings.engines):
             results[engine] = engines.stored_result(request, engine)
-        result = join_engines(results)
+        result = replace(join_engines(results), prompt_sources=prompts.sources)
         if result.native is not None:
             native = replace(result.native, skipped_prompts=prompts.skipped)
             result = replace(result, native=native)
@@ -351,4 +354,4 @@ def configuration(stage: StageDirectory, now: Config) -> Config:
     return found.model_copy(update=parts)
 
 
-STAGE = Stage(NAME, VERSION, reads("generate", "export", "train"), identity, run, FIGURES)
+STAGE = Stage(NAME, VERSION, reads("seeds", "generate", "export", "train"), identity, run, FIGURES)

@@ -6,6 +6,7 @@ lm_head keeps the target's dtype, because heads are initialised from it.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -103,6 +104,9 @@ def _device_arguments(device: torch.device, num_gpus: int) -> dict[str, Any]:
         # new. vLLM disables it too.
         torch.backends.cuda.enable_cudnn_sdp(False)
         if num_gpus > 1:
+            # An earlier model's memory counts as free only once torch has returned it.
+            gc.collect()
+            torch.cuda.empty_cache()
             free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)}
             return {"device_map": "auto", "max_memory": free}
     return {"device_map": {"": device}}

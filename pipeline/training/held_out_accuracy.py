@@ -146,12 +146,13 @@ def _rank_held_out_rows(
         roles=text.roles,
     )
     chosen = _choose_held_out_rows(rows.lengths(SPLIT), limit)
-    progress.begin("held-out rows", len(chosen), unit="conversations")
+    progress.begin("held-out rows", len(chosen), unit="rows")
     ranks = []
     answers = []
-    conversations = []  # of each answer
+    conversations = []  # the number of each answer's conversation
+    numbers: dict[str, int] = {}
     open_group = None
-    for number, (group, index) in enumerate(chosen, 1):
+    for group, index in chosen:
         if group != open_group:
             opened = rows.read_group(group)
             open_group = group
@@ -162,6 +163,7 @@ def _rank_held_out_rows(
         ranks.append(measure(heads, hidden_ND, next_N, labels_KN))
         of_row = row.answers()
         answers += of_row
+        number = numbers.setdefault(row.parent_id, len(numbers))
         conversations += [number] * len(of_row)
         progress.advance(tokens=len(row.learnable))
     seen_answers = text.trained.answers() if text.trained else SeenAnswers()

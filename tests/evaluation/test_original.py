@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.conversations.spans import Span
 from pipeline.evaluation import original
-from pipeline.evaluation.original import first_positions, published_drift
+from pipeline.evaluation.original import drift_answers, published_drift
 from pipeline.targets.spec import TargetSpec
 
 
@@ -20,15 +22,30 @@ def row_of(lengths: list[int], name: str = "row") -> TokenRow:
     for length in lengths:
         spans.append(Span(start, start + length, "assistant"))
         start += length + 2
-    return TokenRow(name, name, "calibrate", np.arange(start, dtype=np.int32), spans)
+    parent = name.partition("#")[0]
+    return TokenRow(name, parent, "calibrate", np.arange(start, dtype=np.int32), spans)
 
 
-def test_the_first_positions_are_measured_and_no_more(monkeypatch):
-    monkeypatch.setattr(original, "MAX_POSITIONS", 6)
-    prompts, answers = first_positions([row_of([3, 1], "a"), row_of([4, 2], "b")])
-    assert answers == [[1, 2, 3], [6], [1, 2]]
-    assert [prompt.id for prompt in prompts] == ["a", "a", "b"]
-    assert [prompt.ids for prompt in prompts] == [[0], [0, 1, 2, 3, 4, 5], [0]]
+def test_drift_is_of_every_source_and_every_answer(monkeypatch):
+    """Short answers as they are, equal parts of longer ones, the split's alone."""
+    monkeypatch.setattr(original, "MAX_POSITIONS", 50)
+    rows = [row_of([90, 3], f"a:{n}") for n in range(3)] + [row_of([40], f"b:{n}") for n in (0, 1)]
+    rows.append(replace(row_of([90], "b:2"), split="check"))
+    found = drift_answers(rows, 1000)
+    assert sorted(len(answer) for _, answer in found) == [3, 3, 3, 8, 8, 8, 8, 9]
+    assert {prompt.id for prompt, _ in found} == {"a:0", "a:1", "a:2", "b:0", "b:1"}
+    assert len({len(prompt.ids) for prompt, _ in found}) > 3, "not at the answers' beginnings alone"
+    for prompt, answer in found:
+        text = prompt.ids + answer
+        assert text == list(range(len(text))), "the row's own text before the answer's part"
+
+
+def test_drift_is_of_at_most_the_limit_of_conversations(monkeypatch):
+    monkeypatch.setattr(original, "NUM_CONVERSATIONS", 4)
+    rows = [row_of([2], f"{name}:{n}#{turn}") for name in "ab" for n in range(5) for turn in (0, 1)]
+    found = [prompt.id for prompt, _ in drift_answers(rows, 1000)]
+    assert sorted(name[0] for name in found) == ["a", "a", "b", "b"]
+    assert len({name.partition("#")[0] for name in found}) == 4
 
 
 def test_drift_is_measured_where_the_original_wrote(tiny_target, tmp_path):
@@ -47,7 +64,9 @@ def test_drift_is_measured_where_the_original_wrote(tiny_target, tmp_path):
         "original": float(nll_loss(log_p_NV, ids_T[places]).exp()),
         "tuned": float(nll_loss(log_q_NV, ids_T[places]).exp()),
     }
-    found = published_drift(TargetSpec(str(tiny_target)), TargetSpec(str(tmp_path)), [row])
+    found = published_drift(
+        TargetSpec(str(tiny_target)), TargetSpec(str(tmp_path)), drift_answers([row], 100)
+    )
     kl = kl_div(log_q_NV, log_p_NV, reduction="batchmean", log_target=True)
     assert found.kl == pytest.approx(float(kl), rel=1e-4)
     assert found.perplexity == pytest.approx(perplexity, rel=1e-4)

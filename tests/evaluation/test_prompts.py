@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer, PretrainedConfig
 
-from pipeline.artifacts.generated_rows import read_token_rows
+from pipeline.artifacts.generated_rows import TokenRow, read_token_rows
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation, Message
 from pipeline.conversations.sources import read_questions
+from pipeline.conversations.spans import Span
 from pipeline.evaluation import prompts
 from pipeline.evaluation.prompts import (
+    Prompt,
+    draw_questions,
     held_out_prompts,
     question_ids,
     question_prompts,
+    spread,
     with_room,
     with_room_for,
 )
@@ -39,9 +50,10 @@ def generated(finished_run):
     return list(read_token_rows(stage.shards(), stage.fingerprint))
 
 
-def test_a_held_out_row_gives_one_prompt(generated, rows):
+def test_a_held_out_conversation_gives_one_prompt(generated, rows):
     found = held_out_prompts(generated, 100, ROOM)
-    assert [prompt.id for prompt in found.kept] == list(rows) and found.skipped == 0
+    assert {prompt.id for prompt in found.kept} == rows.keys()
+    assert len(found.kept) == len(rows) and found.skipped == 0
     turns = []
     for prompt in found.kept:
         row = rows[prompt.id]
@@ -49,7 +61,96 @@ def test_a_held_out_row_gives_one_prompt(generated, rows):
         assert prompt.ids == row["input_ids"][: len(prompt.ids)] and prompt.category == "seeds"
         turns.append(starts.index(len(prompt.ids)))
     assert set(turns) == {0, 1}, "first and second turns, by the rows' ids"
-    assert held_out_prompts(generated, 2, ROOM).kept == found.kept[:2]
+
+
+def token_row(id: str, split: str = "check", answers: tuple[int, ...] = (2,)) -> TokenRow:
+    """A row with answers of three tokens, which begin at these places."""
+    spans = [Span(start, start + 3, "assistant") for start in answers]
+    return TokenRow(id, id.partition("#")[0], split, np.arange(spans[-1].end), spans)
+
+
+def test_each_source_gives_its_share_of_the_prompts():
+    """Sources are read one after another."""
+    sources = {"first": 3000, "second": 3000, "third": 1000}
+    rows = [token_row(f"{name}:{n}") for name, size in sources.items() for n in range(size)]
+    shares = Counter(prompt.category for prompt in held_out_prompts(rows, 28, ROOM).kept)
+    assert shares == {"first": 12, "second": 12, "third": 4}
+
+
+def test_each_category_of_a_source_gives_its_share():
+    rows = [token_row(f"s:{n}") for n in range(90)] + [token_row(f"t:{n}") for n in range(30)]
+    categories = {f"s:{n}": "maths" for n in range(30)}
+    found = held_out_prompts(rows, 12, ROOM, categories=categories)
+    assert Counter(prompt.category for prompt in found.kept) == {"maths": 3, "s": 6, "t": 3}
+    assert [vars(source) for source in found.sources] == [
+        {"source": "s", "category": "maths", "conversations": 30, "held_out": 30, "prompts": 3},
+        {"source": "s", "category": None, "conversations": 60, "held_out": 60, "prompts": 6},
+        {"source": "t", "category": None, "conversations": 30, "held_out": 30, "prompts": 3},
+    ]
+
+
+def test_a_conversation_of_several_rows_gives_one_prompt():
+    rows = [token_row(f"s:{n}#{turn}") for n in range(20) for turn in range(8)]
+    found = held_out_prompts(rows, 12, ROOM).kept
+    assert len({prompt.id.partition("#")[0] for prompt in found}) == len(found) == 12
+    assert len({prompt.id.partition("#")[2] for prompt in found}) > 2, "of different turns"
+
+
+def test_a_source_with_fewer_held_out_rows_gives_all():
+    """Its share is that of its conversations; samples of a prompt are one conversation."""
+    rows = [token_row(f"a:{n}") for n in range(30)]
+    rows += [token_row(f"b:{n}", "train") for n in range(27)]
+    rows += [replace(row, id=f"{row.id}~2") for row in rows[30:]]
+    rows += [token_row("b:28"), token_row("b:29"), token_row("b:30", answers=(50,))]
+    found = held_out_prompts(rows, 16, 10)
+    assert Counter(prompt.category for prompt in found.kept) == {"a": 14, "b": 2}
+    assert found.skipped == 1
+    counts = [(each.conversations, each.held_out, each.prompts) for each in found.sources]
+    assert counts == [(30, 30, 14), (30, 2, 2)]
+
+
+held_out_text = st.lists(
+    st.tuples(st.sampled_from("ab"), st.integers(0, 40), st.integers(0, 2), st.integers(1, 9)),
+    unique_by=lambda row: row[:3],
+)
+
+
+@given(text=held_out_text, number=st.integers(1, 5), random=st.randoms())
+def test_the_draw_does_not_depend_on_the_order_of_rows(text, number, random):
+    """The smallest hashes of each source are drawn, of all conversations that fit."""
+    rows = [token_row(f"{name}:{n}#{turn}", answers=(start,)) for name, n, turn, start in text]
+    found = held_out_prompts(rows, number, 6)
+    fitting = {row.parent_id for row in rows if row.spans[0].start <= 6}
+    assert len(found.kept) == min(number, len(fitting))
+    for source in "ab":
+        drawn = [p.id.partition("#")[0] for p in found.kept if p.category == source]
+        in_order = sorted(filter(lambda id: id[0] == source, fitting), key=sha256)
+        assert drawn == in_order[: len(drawn)]
+    random.shuffle(rows)
+    assert held_out_prompts(rows, number, 6) == found
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_few_prompts_are_of_different_questions_and_categories():
+    prompts = []
+    for number in range(16):
+        for turn in range(2):
+            prompts.append(Prompt(f"{number}/{turn}", [1], "ab"[number // 12], number))
+    chosen = [prompts[index] for index in spread(prompts, 8)]
+    assert len({prompt.question_id for prompt in chosen}) == 8
+    assert Counter(prompt.category for prompt in chosen) == {"a": 6, "b": 2}
+    assert chosen[:4] == [prompts[index] for index in spread(prompts, 4)]
+
+
+def test_questions_are_drawn_from_every_category_in_order():
+    messages = (Message("user", "why?"),)
+    asked = [Conversation(f"q:{n}", messages, None, "abcd"[n // 10]) for n in range(40)]
+    drawn = draw_questions(asked, 8)
+    assert Counter(question.category for question in drawn) == dict.fromkeys("abcd", 2)
+    assert drawn == [question for question in asked if question in drawn]
 
 
 def test_an_earlier_turn_is_asked_where_no_later_one_fits(generated, rows):

@@ -57,7 +57,11 @@ def test_one_prompt_has_one_load():
 
 
 def test_a_few_prompts_of_each_category_are_decoded_in_turn():
-    of_no_category = [Prompt(str(place), [place]) for place in range(9)]
-    assert prompts_in_turn(of_no_category) == [*range(8)]
-    prompts = [Prompt(str(place), [place], "ab"[place > 5]) for place in range(8)]
-    assert prompts_in_turn(prompts) == [0, 1, 2, 3, 6, 7]
+    """Each of another question, from anywhere in the file."""
+    of_no_category = [Prompt(str(place), [place], question_id=place // 2) for place in range(40)]
+    chosen = prompts_in_turn(of_no_category)
+    assert len({place // 2 for place in chosen}) == len(chosen) == 8 and max(chosen) > 16
+    prompts = [Prompt(str(place), [place], "ab"[place > 19], place // 2) for place in range(26)]
+    chosen = prompts_in_turn(prompts)
+    assert sorted(place > 19 for place in chosen) == 4 * [False] + 3 * [True]
+    assert len({place // 2 for place in chosen}) == 7

@@ -128,6 +128,21 @@ def test_steps_faster_with_heads_than_without_are_doubted(report, engine, figure
     assert (shown["Overhead"][0] == shown["Speedup"][0] == "-") is is_native
 
 
+def drawn(prompts: int, held_out: int) -> list[dict[str, object]]:
+    """Two sources of equal size; the first gives all prompts that the second does not."""
+    counts = {"a": (32 - prompts, 40), "b": (prompts, held_out)}
+    return [
+        {"source": name, "conversations": 900, "held_out": room, "prompts": number}
+        for name, (number, room) in counts.items()
+    ]
+
+
+def test_a_source_with_too_few_held_out_rows_is_named(report):
+    report["check"]["prompt_sources"] = drawn(4, 4)
+    (warning,) = report_warnings(typed(report))
+    assert "32 prompts: b 4 of 16." in warning
+
+
 @pytest.mark.parametrize(
     ("part", "harmless", "harmful"),
     [
@@ -136,6 +151,7 @@ def test_steps_faster_with_heads_than_without_are_doubted(report, engine, figure
         ("seeds", {"warnings": None}, {"warnings": ["Too alike."]}),
         ("train", {"warnings": []}, {"warnings": ["Too few."]}),
         ("check", {"contaminated_rows": 0}, {"contaminated_rows": 3}),
+        ("check", {"prompt_sources": drawn(16, 16)}, {"prompt_sources": drawn(4, 4)}),
     ],
 )
 def test_harmful_findings_of_stages_are_warnings(report, part, harmless, harmful):

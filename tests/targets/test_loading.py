@@ -190,6 +190,17 @@ def test_a_target_is_spread_over_the_first_gpus_alone(random_target, loads):
 
 
 @pytest.mark.usefixtures("four_gpus")
+def test_an_earlier_model_s_memory_is_budgeted_for_the_next(random_target, loads, monkeypatch):
+    """torch keeps what is freed, and the driver counts it as taken, until the cache is emptied."""
+    free = {0: 100, 1: 100}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu], 10**9))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.update(FREE))
+    calls = loads((load_causal_lm(random_target), WHOLE))
+    load_causal_lm(random_target, "cuda", num_gpus=2)
+    assert calls[-1]["max_memory"] == {0: 900_000, 1: 800_000}
+
+
+@pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("elsewhere", ["cpu", "disk", "memory"])
 def test_a_target_that_overflows_its_gpus_is_refused(random_target, loads, elsewhere):
     model = load_causal_lm(random_target)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -65,7 +67,8 @@ def test_the_held_out_loss_weighs_each_head_by_its_decay():
 
 
 def test_spans_begin_where_the_target_began_to_write(text):
-    lengths, conversations = [], []
+    """Rows of one conversation have one number."""
+    lengths, conversations = [], Counter()
     for shard in text.shards:
         for row in read_rows(shard):
             found = [
@@ -75,10 +78,14 @@ def test_spans_begin_where_the_target_began_to_write(text):
             ]
             if row["split"] == "calibrate" and found:
                 lengths += found
-                conversations.append(len(found))
+                conversations[row["parent_id"]] += len(found)
     ranks = held_out_ranks(text, 5)
     assert np.diff(ranks.starts, append=len(ranks)).tolist() == lengths
-    assert np.unique(ranks.conversations, return_counts=True)[1].tolist() == conversations
+    assert np.unique(ranks.conversations, return_counts=True)[1].tolist() == [
+        *conversations.values()
+    ]
+    first, second = (set(half.conversations.tolist()) for half in ranks.conversation_halves())
+    assert first and second and not first & second
 
 
 @pytest.mark.parametrize("limit", [1, 20])
