@@ -95,7 +95,7 @@ class CalibrateConfig(Section):
         description=(
             "Tokens that vLLM drafts per step (num_speculative_tokens), a chain of the heads' first"
             " guesses. auto: the number with the highest speedup by native overheads, chosen as"
-            " nodes are; one per head if nodes is a number or choices is set."
+            " nodes are; one per head if choices is set."
         ),
     )
 

@@ -72,18 +72,19 @@ def given_tree(ranks: HeldOutRanks, choices: tuple[TreePath, ...]) -> ChosenTree
     return ChosenTree("calibrate.choices", choices, replayed.node_shares(ranks, choices), replayed)
 
 
-def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTree:
-    """Return the fastest searched static tree, by replayed rate and measured overhead.
+def best_tree(fits: CrossFit, num_nodes: int | None, overheads: Overheads) -> ChosenTree:
+    """Return the best searched static tree of `num_nodes` nodes, or the fastest one of any size.
 
-    The trees of every search are compared at every measured number of nodes (see `fastest_choice`).
-    Without overheads, trees of `num_nodes` nodes, or fewer if fewer were found, are compared by
-    their rate.
+    Trees of a given size are compared by their replayed rate; a search may have found fewer nodes.
+    Without a size, the trees of every search are compared by rate and overhead at every measured
+    size (see `fastest_choice`).
     """
+    compared = overheads if num_nodes is None else {num_nodes: 1.0}
     costs: dict[tuple[str, int], float] = {}
     for name, tree in fits.whole.items():
         # Overheads jump between sizes, so they are not interpolated: a smaller tree has the
         # overhead of the next larger size.
-        for size, cost in sorted((overheads or {num_nodes: 1.0}).items()):
+        for size, cost in sorted(compared.items()):
             costs.setdefault((name, min(size, len(tree))), cost)
     rates = {choice: fits.replay(*choice).acceleration_rate for choice in costs}
     source, size = fastest_choice(rates, costs)
@@ -102,18 +103,22 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
 
 
 def best_dynamic_tree(
-    tree: DynamicTree, places: HeldOutRanks, fits: CrossFit, overheads: Overheads
+    tree: DynamicTree,
+    places: HeldOutRanks,
+    fits: CrossFit,
+    num_nodes: int | None,
+    overheads: Overheads,
 ) -> ChosenTree:
-    """Return the dynamic tree of the fastest measured size, by replayed rate and overhead.
+    """Return the dynamic tree of `num_nodes` nodes, or of the fastest measured size.
 
-    Without overheads the tree keeps its size. The result also holds the best static tree of the
-    same size. Every size is replayed on all held-out text, since a dynamic tree is not fitted to
-    it.
+    The fastest size follows from replayed rates and overheads. The result also holds the best
+    static tree of the same size. Every size is replayed on all held-out text, since a dynamic tree
+    is not fitted to it.
     """
-    costs = overheads or {tree.num_nodes: 1.0}
-    replays = {size: replay_dynamic(places, size) for size in sorted(costs)}
-    rates = {size: replayed.acceleration_rate for size, replayed in replays.items()}
-    size = fastest_choice(rates, costs)
+    compared = overheads if num_nodes is None else {num_nodes: 1.0}
+    replays = {size: replay_dynamic(places, size) for size in sorted({*compared, *overheads})}
+    rates = {size: replays[size].acceleration_rate for size in compared}
+    size = fastest_choice(rates, compared)
     return replace(
         best_tree(fits, size, {}),
         replayed=replays[size],

@@ -5,7 +5,10 @@ An unknown cell is `-`. The table of a measurement that was not made has no rows
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pipeline.artifacts.tree_file import Accuracy, Calibration, Expected, TreeFigures
+from pipeline.decoding.tree_search import fastest_choice
 from pipeline.formatting import (
     count,
     duration,
@@ -72,6 +75,9 @@ def sizes_table(tree: TreeFigures | None) -> Table:
     table = Table("Tree sizes", ["nodes", *EXPECTED], empty="not measured", words=())
     if tree:
         table.note = f"{count(tree.nodes)} nodes are used."
+        fastest = _fastest({size.nodes: size for size in tree.sizes or []})
+        if fastest not in (None, tree.nodes):
+            table.note += f" On this machine, calibrate.nodes: auto would use {count(fastest)}."
         for size in tree.sizes or []:
             table.add(count(size.nodes), *_expected_cells(size))
     return table
@@ -83,9 +89,23 @@ def chain_table(tree: TreeFigures | None) -> Table:
     if tree:
         drafted = count(tree.num_speculative_tokens)
         table.note = f"vLLM drafts {drafted} first guesses a step. Overheads here are native ones."
+        fastest = _fastest({length.draft_tokens: length for length in tree.chain})
+        if fastest not in (None, tree.num_speculative_tokens):
+            table.note += f" On this machine, calibrate.draft_tokens: auto would use {fastest}."
         for length in tree.chain:
             table.add(count(length.draft_tokens), *_expected_cells(length))
     return table
+
+
+def _fastest(sizes: Mapping[int, Expected]) -> int | None:
+    """Return the size that `auto` chooses by expected rate and overhead; None without overheads."""
+    rates = {}
+    overheads = {}
+    for size, expected in sizes.items():
+        if expected.overhead is not None and expected.expected_acceleration_rate is not None:
+            rates[size] = expected.expected_acceleration_rate
+            overheads[size] = expected.overhead
+    return fastest_choice(rates, overheads) if rates else None
 
 
 def _expected_cells(expected: Expected) -> tuple[str, str, str]:

@@ -164,14 +164,13 @@ class ResolvedRun:
 
     @property
     def times_trees(self) -> bool:
-        """Whether the run times native decoding to choose the number of tree nodes."""
-        return self.config.calibrate.nodes == "auto" and not self.config.calibrate.choices
+        """Whether calibrate times native decoding with trees of several sizes."""
+        return self.config.calibrate.choices is None
 
     @property
     def times_chain(self) -> bool:
-        """Whether the run times native decoding to choose the number of vLLM's draft tokens."""
-        is_auto = self.times_trees and self.config.calibrate.draft_tokens == "auto"
-        return is_auto and self.kind.vllm_method is not None
+        """Whether calibrate times native decoding with chains of several lengths."""
+        return self.times_trees and self.kind.vllm_method is not None
 
     @property
     def max_draft_tokens(self) -> int:

@@ -9,9 +9,10 @@ the conversations are replayed on the other half. The search with the higher rat
 tree on all rows is used. A dynamic tree (`calibrate.tree`) is not searched; one pass over held-out
 positions gives the rate of every size. `calibrate.choices` gives a tree instead.
 
-With `calibrate.nodes: auto` the overheads of several sizes are measured on this device, and the
-size with the highest speedup is chosen. Among sizes within 5 % of it, the highest speedup times
+The overheads of several tree sizes are measured on this device. With `calibrate.nodes: auto` the
+size with the highest speedup is chosen; among sizes within 5 % of it, the highest speedup times
 acceleration rate decides. The number of draft tokens of vLLM's chain is chosen by the same rule.
+With given numbers the report says what `auto` would have chosen.
 
 Limits: overheads are measured with one request at a time, and in native decoding for vLLM's chain
 too.
@@ -113,9 +114,10 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         where = settings.data or stage.path
         _require_labels(counts_K[:num_heads], num_conversations, where)
         tree, chain_overheads = _choose_tree(context, ranks, places, progress)
-    default = num_heads if settings.draft_tokens == "auto" else settings.draft_tokens
     longest = context.resolved.max_draft_tokens
-    num_tokens, chain = chosen_chain(ranks, longest, default, chain_overheads)
+    num_tokens, chain = chosen_chain(ranks, longest, num_heads, chain_overheads)
+    if settings.draft_tokens != "auto":
+        num_tokens = settings.draft_tokens
     Calibration(
         choices=tree.choices,
         node_shares=tree.node_shares,
@@ -175,15 +177,13 @@ def _choose_tree(
     settings, resolved = context.config.calibrate, context.resolved
     if resolved.choices is not None:
         return given_tree(ranks, resolved.choices), {}
-    num_nodes = MEASURED_SIZES[-1] if settings.nodes == "auto" else settings.nodes
-    fits = CrossFit(ranks, max(num_nodes, STOCK_NODES), settings.depth, settings.top)
-    tree_overheads: Overheads = {}
-    chain_overheads: Overheads = {}
-    if resolved.times_trees:
-        tree_overheads, chain_overheads = _native_overheads(context, fits, progress)
+    num_nodes = None if settings.nodes == "auto" else settings.nodes
+    largest = max(num_nodes or 0, MEASURED_SIZES[-1])
+    fits = CrossFit(ranks, largest, settings.depth, settings.top)
+    tree_overheads, chain_overheads = _native_overheads(context, fits, progress)
     if resolved.dynamic_tree is None or places is None:
         return best_tree(fits, num_nodes, tree_overheads), chain_overheads
-    tree = best_dynamic_tree(resolved.dynamic_tree, places, fits, tree_overheads)
+    tree = best_dynamic_tree(resolved.dynamic_tree, places, fits, num_nodes, tree_overheads)
     return tree, chain_overheads
 
 
@@ -205,8 +205,8 @@ def _native_overheads(
 ) -> tuple[Overheads, Overheads]:
     """Measure the overheads of trees and of chains in native decoding, by number of nodes.
 
-    One request is decoded at a time. The overheads of chains are empty unless the run chooses the
-    number of draft tokens by them.
+    One request is decoded at a time. The overheads of chains are empty if vLLM cannot serve these
+    heads.
     """
     resolved, generated = context.resolved, context.upstream["generate"]
     rows = read_token_rows(generated.shards(), generated.fingerprint)

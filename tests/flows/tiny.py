@@ -159,7 +159,7 @@ def tiny_settings(target: Path, seeds: Path, root: Path, **changes: Any) -> dict
             "warmup_steps": 1,
             "lr": 1e-2,
         },
-        "calibrate": {"nodes": 8},
+        "calibrate": {"nodes": 8, "draft_tokens": 3},
         "check": {
             "prompts": 8,
             "max_new_tokens": NEW_TOKENS,

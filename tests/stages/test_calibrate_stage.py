@@ -162,7 +162,8 @@ def test_the_chain_has_the_fastest_or_the_given_length(copied_run, run_again, mo
         return {size: 50.0 if size == 3 else 2.0 for size in trees}  # a third token never pays
 
     monkeypatch.setattr("pipeline.evaluation.overhead.overhead_curve", overheads)
-    auto = {"calibrate__nodes": "auto", "check__engines": ["native", "vllm"]}
+    auto = {"calibrate__nodes": "auto", "calibrate__draft_tokens": "auto"}
+    auto["check__engines"] = ["native", "vllm"]
     tree = result_of(run_again(**auto)).tree
     assert [row.overhead for row in tree.chain] == [2, 2, 50]
     assert tree.num_speculative_tokens in (1, 2)
