@@ -1,8 +1,8 @@
 """Install a lock file with pip and a progress bar: `python scripts/install.py LOCK [PIP_OPTIONS]`.
 
-For the CPU lock, torch comes first. PyPI's torch for x86 is the CUDA build, which cannot be imported
-without CUDA's libraries, so the CPU build is taken from PyTorch's own index if that answers, else
-from the indexes that pip uses. Before anything is fetched, pip reports which wheel it would
+For the CPU lock, torch comes first. PyPI's torch for x86 is the CUDA build, which needs CUDA's
+libraries to be imported. The CPU build is taken from PyTorch's own index if that answers, else from
+the indexes that pip uses. Before anything is fetched, pip reports which wheel it would
 install; a CUDA build is refused.
 
 pip itself prints either several lines per package or, with --quiet, nothing for minutes. On a

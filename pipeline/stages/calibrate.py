@@ -33,7 +33,6 @@ from pipeline.artifacts.tree_file import CalibrateResult, Calibration, TreeFigur
 from pipeline.config import Config
 from pipeline.conversations.sources import read_questions
 from pipeline.decoding.held_out import HeldOutRanks
-from pipeline.decoding.tree import STOCK_NODES
 from pipeline.decoding.tree_search import CrossFit, rank_accuracies
 from pipeline.errors import DataError
 from pipeline.evaluation.answer_states import measured_on_answers, written_answers
