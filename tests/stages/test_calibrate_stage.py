@@ -167,7 +167,7 @@ def test_the_chain_has_the_fastest_or_the_given_length(copied_run, run_again, mo
     tree = result_of(run_again(**auto)).tree
     assert [row.overhead for row in tree.chain] == [2, 2, 50]
     assert tree.num_speculative_tokens in (1, 2)
-    given = run_again(**auto, calibrate__draft_tokens=3)
+    given = run_again(**{**auto, "calibrate__draft_tokens": 3})
     assert result_of(given).tree.num_speculative_tokens == 3
     run = run_again("export", calibrate__draft_tokens=2)
     config = json.loads((run.path / "latest/export/config.json").read_text())
