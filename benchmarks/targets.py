@@ -61,7 +61,7 @@ def demo_target(directory: Path) -> TargetSpec:
 
 def bundled_conversations() -> list[Conversation]:
     """Return the seed conversations that are bundled with the project."""
-    rows = SourceReader(SeedSource(path=SEEDS), SEEDS.stem, max_characters=10**6)
+    rows = SourceReader(SeedSource(path=SEEDS), SEEDS.stem)
     return [row for row in rows if isinstance(row, Conversation)]
 
 

@@ -161,15 +161,6 @@ class SeedsConfig(Section):
             " similar prompts. Exact duplicates are always quarantined."
         ),
     )
-    similarity: float = Field(
-        0.8,
-        description=(
-            "Lowest Jaccard similarity of near-duplicates with minhash, from sets of three"
-            " consecutive words."
-        ),
-        gt=0,
-        le=1,
-    )
     decontaminate: bool = Field(
         True,
         description=(
@@ -193,15 +184,6 @@ class SeedsConfig(Section):
             " reads them as text; keep: as control tokens, as servers do; quarantine: the"
             " conversation is quarantined."
         ),
-    )
-    max_characters: PositiveInt = Field(
-        200_000,
-        description="Maximum characters of a conversation; longer ones are quarantined.",
-    )
-    max_file_gb: float = Field(
-        64,
-        description="Maximum uncompressed size of a source's file, in GB.",
-        gt=0,
     )
 
     @field_validator("sources", mode="before")

@@ -113,7 +113,7 @@ class Reason(StrEnum):
     EMPTY = "empty"
     TOOLS = "tools"  # function calls, with seeds.tools=quarantine
     NO_USER_TURN = "no-user-turn"
-    TOO_LONG = "too-long"  # for seeds.max_characters, or for the target's context
+    TOO_LONG = "too-long"  # for the target's context, or above a limit of characters
     DUPLICATE = "duplicate"
     CONTAMINATED = "contaminated"  # it holds one of the check's questions
     # Found when the target runs.

@@ -25,6 +25,7 @@ Nearness = Literal["keep", "quarantine", "minhash"]
 Words = tuple[str, ...]
 TokenIds = tuple[str, tuple[tuple[int, ...], ...]]  # a seed's id, and the token ids of its rows
 
+LEAST_SIMILARITY = 0.8  # of near-duplicates with minhash
 NUM_PERMUTATIONS = 128
 NUM_BANDS = 32  # a pair of similarity 0.6 shares at least one band with a probability of 0.99
 SHINGLE_WORDS = 3
@@ -47,17 +48,15 @@ class Deduplicator:
         near: The near-duplicates to reject. keep: none; quarantine: conversations that differ only
             in case, punctuation and white space; minhash: also conversations with similar sets of
             three-word shingles.
-        similarity: The lowest Jaccard similarity of near-duplicates, as estimated by MinHash.
     """
 
     mode: Mode
     rounds: int | None = None
     near: Nearness = "keep"
-    similarity: float = 0.8
 
     def __post_init__(self) -> None:
         self._first_seen: dict[bytes, str] = {}
-        self._similar = SimilarTexts(self.similarity) if self.near == "minhash" else None
+        self._similar = SimilarTexts() if self.near == "minhash" else None
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
         """Return the conversation, or a `RejectedRow` if it duplicates an earlier one.
@@ -93,12 +92,11 @@ class SimilarTexts:
     memory.
     """
 
-    def __init__(self, similarity: float):
+    def __init__(self) -> None:
         from rensa import RMinHashLSH  # only where it is asked for
 
-        self._similarity = similarity
         self._index = RMinHashLSH(
-            threshold=similarity, num_perm=NUM_PERMUTATIONS, num_bands=NUM_BANDS
+            threshold=LEAST_SIMILARITY, num_perm=NUM_PERMUTATIONS, num_bands=NUM_BANDS
         )
         self._texts: list[tuple[str, Any]] = []  # id and MinHash
 
@@ -116,7 +114,7 @@ class SimilarTexts:
         for number in sorted(self._index.query(hashed)):
             earlier, other = self._texts[number]
             similarity = hashed.jaccard(other)
-            if similarity >= self._similarity:
+            if similarity >= LEAST_SIMILARITY:
                 return earlier, similarity
         self._index.insert(len(self._texts), hashed)
         self._texts.append((id, hashed))

@@ -99,7 +99,6 @@ class RowSettings:
     """
 
     form: str = "auto"
-    max_characters: int = 200_000
     tools: ToolPolicy = "context"
     columns: Mapping[Any, str] | None = None
 
@@ -131,7 +130,7 @@ def _parse_conversation(row: Any, id: str, settings: RowSettings) -> Conversatio
         prompt = found.first("system", "system_prompt")
         if isinstance(prompt, str):
             turns.insert(0, Message("system", clean_text(prompt)))
-    messages = repair_turns(turns, settings.max_characters, settings.tools)
+    messages = repair_turns(turns, settings.tools)
     tools = None
     if settings.tools == "context":
         tools = definitions_json(found.fields.get("tools") or found.fields.get("functions"))

@@ -26,6 +26,8 @@ from pipeline.conversations.conversation import Message, Reason, RowRejected, ut
 
 ToolPolicy = Literal["context", "cut", "quarantine"]
 
+MAX_CHARACTERS = 200_000  # of a conversation
+
 
 def clean_text(text: Any) -> str:
     """Remove NULs, leading byte order marks and trailing white space from a turn's text.
@@ -135,9 +137,7 @@ def _tool_json(value: Sequence[object]) -> str:
     return utf8_text(text)
 
 
-def repair_turns(
-    turns: Sequence[Message], max_characters: int, tools: ToolPolicy
-) -> tuple[Message, ...]:
+def repair_turns(turns: Sequence[Message], tools: ToolPolicy) -> tuple[Message, ...]:
     """Repair a row's turns into the messages of a conversation.
 
     Args:
@@ -146,7 +146,7 @@ def repair_turns(
             before the first one; quarantine: the row is rejected.
 
     Raises:
-        RowRejected: The turns do not form a conversation, have more than `max_characters`
+        RowRejected: The turns do not form a conversation, have more than `MAX_CHARACTERS`
             characters, or call functions although `tools` is quarantine.
     """
     if not any(turn.content for turn in turns):
@@ -158,10 +158,10 @@ def repair_turns(
     if any(uses_tools) and tools == "cut":
         messages = messages[: uses_tools.index(True)]
     num_characters = sum(len(message.text) for message in messages)
-    if num_characters > max_characters:
+    if num_characters > MAX_CHARACTERS:
         raise RowRejected(
             Reason.TOO_LONG,
-            f"{num_characters:,} characters; seeds.max_characters is {max_characters:,}.",
+            f"It has {num_characters:,} characters; the limit is {MAX_CHARACTERS:,}.",
         )
     return tuple(messages)
 

@@ -95,8 +95,6 @@ class SourceReader:
 
     Args:
         name: The source's unique name, the prefix of row ids.
-        max_characters: Longer conversations are rejected.
-        max_file_bytes: A file that is larger (for gzip, when decompressed) is an error.
         tools: The policy for function calls, `seeds.tools`.
         other_columns: What an error advises if no row is a conversation.
 
@@ -107,8 +105,6 @@ class SourceReader:
 
     source: SeedSource
     name: str
-    max_characters: int
-    max_file_bytes: int = 64 * 10**9
     tools: ToolPolicy = "context"
     other_columns: str = OTHER_COLUMNS
     read: list[FileCount] = field(default_factory=list)
@@ -116,7 +112,7 @@ class SourceReader:
 
     def __post_init__(self) -> None:
         source = self.source
-        self._settings = RowSettings(source.format, self.max_characters, self.tools, source.columns)
+        self._settings = RowSettings(source.format, self.tools, source.columns)
         self._columns = tuple((source.columns or {}).values())
 
     def files(self) -> list[Path]:
@@ -127,8 +123,7 @@ class SourceReader:
 
         Raises:
             ConfigError: There is nothing at the path.
-            DataError: The path is a directory without seed files, or a file in it is damaged or
-                too large.
+            DataError: The path is a directory without seed files, or a file in it is damaged.
             EnvironmentFault: A file in the directory cannot be read.
         """
         path = self.source.path
@@ -171,7 +166,7 @@ class SourceReader:
         Raises:
             ConfigError: The source does not exist, or lacks a column of the configuration.
             DataError: A file or data set was read to its end and holds no conversation, a directory
-                holds no seed file, or a file is damaged or too large.
+                holds no seed file, or a file is damaged.
             EnvironmentFault: The source cannot be read.
         """
         return itertools.islice(self._source_rows(), self.source.limit)
@@ -224,32 +219,19 @@ class SourceReader:
 
         A table is recognized by its first bytes or its suffix, any other format by the suffix. The
         default is JSON.
-
-        Raises:
-            DataError: The file is larger than `max_file_bytes`.
         """
         suffix = plain_suffix(path.name)
         with open_seed_file(path) as file:
-            size = path.stat().st_size
-            rows: Iterator[Any]
             if file.peek(6).startswith(TABLE_MAGIC) or suffix in TABLE_SUFFIXES:
-                rows = table_rows(path, self._columns)
+                yield from table_rows(path, self._columns)
             elif suffix == ".csv":
-                rows = delimited_rows(file, path, self._columns)
+                yield from delimited_rows(file, path, self._columns)
             elif suffix == ".tsv":
-                rows = delimited_rows(file, path, self._columns, "\t")
+                yield from delimited_rows(file, path, self._columns, "\t")
             elif suffix == ".txt":
-                rows = text_lines(file)
+                yield from text_lines(file)
             else:
-                rows = json_rows(file, path)
-            for row in rows:
-                if max(size, file.tell()) > self.max_file_bytes:
-                    raise DataError(
-                        f"The file holds more than {self.max_file_bytes / 1e9:,.3g} GB.",
-                        path,
-                        "Split it, or raise seeds.max_file_gb.",
-                    )
-                yield row
+                yield from json_rows(file, path)
 
     def _reason_to_skip(self, file: Path) -> str | None:
         """Return why a file is skipped, or None if its first rows hold a conversation.
@@ -290,8 +272,7 @@ def _unsuited_name(file: Path, name: Path) -> str | None:
 def source_readers(settings: SeedsConfig) -> list[SourceReader]:
     """Create a reader for each seed source of a configuration."""
     named = zip(settings.sources, name_sources(settings.sources), strict=True)
-    limits = settings.max_characters, round(settings.max_file_gb * 10**9), settings.tools
-    return [SourceReader(source, name, *limits) for source, name in named]
+    return [SourceReader(source, name, settings.tools) for source, name in named]
 
 
 def read_questions(path: Path) -> list[Conversation]:
@@ -299,12 +280,8 @@ def read_questions(path: Path) -> list[Conversation]:
 
     Rejected rows are left out. Errors are those of iterating over a `SourceReader`.
     """
-    rows = SourceReader(
-        SeedSource(path=path),
-        path.stem,
-        max_characters=10**9,
-        other_columns="rename other columns in the file",
-    )
+    advice = "rename other columns in the file"
+    rows = SourceReader(SeedSource(path=path), path.stem, other_columns=advice)
     return [row for row in rows if isinstance(row, Conversation)]
 
 

@@ -58,10 +58,9 @@ def identity(context: Context) -> Identity:
     rows = {
         "sources": [_source_identity(context, reader) for reader in readers],
         "names": [reader.name for reader in readers],
-        "max_characters": settings.max_characters,
         "tools": settings.tools,
     }
-    found = {
+    return {
         **rows,
         "rows_per_shard": settings.rows_per_shard,
         "holdout": settings.holdout,
@@ -69,9 +68,6 @@ def identity(context: Context) -> Identity:
         "questions": _questions_identity(context, readers, rows),
         "read_by": _read_settings(context.config.generate),
     }
-    if settings.near_duplicates == "minhash":
-        found["similarity"] = settings.similarity
-    return found
 
 
 def _read_settings(generate: GenerateConfig) -> Identity:
@@ -176,7 +172,6 @@ def _seed_rows(context: Context, readers: Sequence[SourceReader]) -> Iterator[Ro
     deduplicator = Deduplicator(
         **_read_settings(context.config.generate),
         near=settings.near_duplicates,
-        similarity=settings.similarity,
     )
 
     def filtered(row: Row) -> Row:

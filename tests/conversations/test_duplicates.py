@@ -46,21 +46,20 @@ CHINESE = "请告诉我明天在巴黎天气怎么样我要不要带一把雨伞
 
 
 @pytest.mark.parametrize(
-    ("near", "similarity", "first", "second", "rejected"),
+    ("near", "first", "second", "rejected"),
     [
-        ("keep", 0.8, SKY, SKY.upper() + "!", False),
-        ("quarantine", 0.8, SKY, SKY.upper() + "!", True),
-        ("quarantine", 0.8, SKY, SKY + " indeed", False),
-        ("minhash", 0.8, SKY, SKY + " indeed", True),
-        ("minhash", 0.98, SKY, SKY + " indeed", False),
-        ("minhash", 0.8, SKY, SKY.replace("the", "a"), False),
-        ("minhash", 0.8, CHINESE, CHINESE + "呢", True),
-        ("minhash", 0.8, CHINESE, "从前有一只猫它住在一座高高的山上每天都看月亮", False),
+        ("keep", SKY, SKY.upper() + "!", False),
+        ("quarantine", SKY, SKY.upper() + "!", True),
+        ("quarantine", SKY, SKY + " indeed", False),
+        ("minhash", SKY, SKY + " indeed", True),
+        ("minhash", SKY, SKY.replace("the", "a"), False),
+        ("minhash", CHINESE, CHINESE + "呢", True),
+        ("minhash", CHINESE, "从前有一只猫它住在一座高高的山上每天都看月亮", False),
     ],
 )
-def test_nearness_decides_which_prompts_are_the_same(near, similarity, first, second, rejected):
+def test_nearness_decides_which_prompts_are_the_same(near, first, second, rejected):
     """A system prompt that recurs makes no two prompts similar."""
-    seen = Deduplicator("replay", near=near, similarity=similarity)
+    seen = Deduplicator("replay", near=near)
     system = Message("system", " ".join(WORDS))
     earlier = Conversation("a:0", (system, Message("user", first)))
     assert seen.check(earlier) is earlier
@@ -115,7 +114,7 @@ def mixed_ids(folder: Path, sizes: list[int], weights: list[float | None]) -> li
             lines[4::5] = ["{broken"] * (size // 5)
         path.write_text("\n".join(lines))
         source = SeedSource(path=path, weight=weight)
-        readers.append(SourceReader(source, f"s{number}", 1000))
+        readers.append(SourceReader(source, f"s{number}"))
     rows = list(mix_sources(readers, reject_odd))
     assert len({row.id for row in rows}) == len(rows)
     return [row.id for row in rows if isinstance(row, Conversation)]

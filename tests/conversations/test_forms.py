@@ -19,8 +19,8 @@ from pipeline.conversations.conversation import Conversation, Message, Reason, R
 from pipeline.conversations.forms import FORM_KEYS, KNOWN_KEYS, ROLES, RowSettings, read_row
 
 
-def read(row, form="auto", max_characters=10_000) -> Conversation | RejectedRow:
-    return read_row(row, "seeds:0", RowSettings(form, max_characters))
+def read(row, form="auto") -> Conversation | RejectedRow:
+    return read_row(row, "seeds:0", RowSettings(form))
 
 
 def sharegpt(*turns):
@@ -208,9 +208,10 @@ def test_an_unclear_row_is_rejected_with_its_reason(line, reason):
 
 
 def test_the_character_limit_is_exact():
-    row = {"data": ["12345", "67890"]}
-    assert isinstance(read(row, max_characters=10), Conversation)
-    assert read(row, max_characters=9).reason is Reason.TOO_LONG
+    row = {"data": ["1" * 100_000, "2" * 100_000]}
+    assert isinstance(read(row), Conversation)
+    row["data"][1] += "2"
+    assert read(row).reason is Reason.TOO_LONG
 
 
 @pytest.mark.parametrize(
@@ -277,7 +278,7 @@ rows = st.dictionaries(st.sampled_from(KNOWN_KEYS) | strings, turns | anything, 
 @given(rows | anything, st.sampled_from(["auto", *FORM_KEYS]))
 def test_any_row_has_one_outcome_that_can_be_stored(row, form):
     before = copy.deepcopy(row)
-    outcome = read(row, form, 1000)
+    outcome = read(row, form)
     assert str(row) == str(before), "a row is read, not changed"
     if isinstance(outcome, RejectedRow):
         stored = [outcome.detail, outcome.row]

@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
 
 def read(path, **settings) -> list[Conversation | RejectedRow]:
-    return list(SourceReader(SeedSource(path=path, **settings), "s", max_characters=1000))
+    return list(SourceReader(SeedSource(path=path, **settings), "s"))
 
 
 def written(path, data):
@@ -106,7 +106,7 @@ def test_a_directory_s_files_are_read_or_named_as_skipped(tmp_path):
     }
     for name, text in left_out.items():
         written(tmp_path / name, text)
-    reader = SourceReader(SeedSource(path=tmp_path), "s", max_characters=1000)
+    reader = SourceReader(SeedSource(path=tmp_path), "s")
     assert [type(row) for row in reader] == [Conversation] * 4
     assert [(count.name, count.rows, count.conversations) for count in reader.read] == [
         (name, 1, 1) for name in names
@@ -139,13 +139,13 @@ def test_columns_of_other_names_are_read_or_missed_by_name(name, tmp_path):
     lines = [",".join(ROWS[0]), *(",".join(map(str, row.values())) for row in ROWS)]
     written(path, "\n".join(lines if name == "a.csv" else map(json.dumps, ROWS)))
     source = {"hub": str(tmp_path)} if name == "hub" else {"path": path}
-    rows = list(SourceReader(SeedSource(**source, columns=COLUMNS), "s", 1000))
+    rows = list(SourceReader(SeedSource(**source, columns=COLUMNS), "s"))
     said = (Message("user", "问题 3?"), Message("assistant", "So."))
     assert len(rows) == 5 and rows[3] == Conversation("s:3", said, "3")
     # Rows of JSON may differ, a table's columns may not.
     error = DataError if name == "a.jsonl" else ConfigError
     with pytest.raises(error, match=r"`question`.*`q`, `a`, `number`"):
-        list(SourceReader(SeedSource(**source, columns={"prompt": "question"}), "s", 1000))
+        list(SourceReader(SeedSource(**source, columns={"prompt": "question"}), "s"))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
@@ -174,12 +174,12 @@ def test_functions_of_a_hub_data_set_are_those_of_its_rows(name, zone, tmp_path)
     path = written(tmp_path / "hub" / name, lines)
     if name.endswith("parquet"):
         pq.write_table(pa.Table.from_pylist(rows), path)
-    assert list(SourceReader(SeedSource(hub=str(path.parent)), "s", 1000)) == expected
+    assert list(SourceReader(SeedSource(hub=str(path.parent)), "s")) == expected
 
 
 def test_a_hub_data_set_is_streamed_or_refused(tmp_path, monkeypatch):
     def read_hub(**settings):
-        return list(SourceReader(SeedSource(hub=str(tmp_path), **settings), "s", 1000))
+        return list(SourceReader(SeedSource(hub=str(tmp_path), **settings), "s"))
 
     written(tmp_path / "train.jsonl", "\n".join(f'{{"prompt": "{n}?"}}' for n in range(5)))
     assert outcomes(read_hub(limit=3)) == "0? | 1? | 2?"
