@@ -6,9 +6,8 @@ embeddings start at unit size with a high learning rate, and the blocks' outputs
 against 2.2). Batches are small, and bfloat16 is used if the CPU supports it.
 
 A batch has up to four conversations, one per row. After eight such batches follows one row of
-several conversations, as long as the context, so that every position is trained. Training ends
-after `num_steps` or at the deadline, whichever comes first. Without the deadline it is reproducible
-on one machine.
+several conversations, as long as the context, so that every position is trained. Training is
+reproducible on one kind of CPU: it takes `num_steps` however long they last.
 
 Muon: Keller Jordan, 2024, https://kellerjordan.github.io/posts/muon. Torch's own Muon is not used:
 it always computes in bfloat16, which takes 20 times as long where the CPU emulates it.
@@ -23,6 +22,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,7 +45,6 @@ def train(
     model: LlamaForCausalLM,
     documents: list[torch.Tensor],
     *,
-    deadline: float,
     num_steps: int,
     progress: ReportStep | None = None,
 ) -> dict:
@@ -54,8 +53,7 @@ def train(
     Args:
         model: On the CPU, in fp32, as transformers initializes it.
         documents: Token ids [T], one tensor per conversation.
-        deadline: The time of `time.monotonic()` at which training ends at the latest.
-        num_steps: The number of steps, unless the deadline comes first.
+        num_steps: The number of steps.
         progress: Called after each step.
 
     Returns:
@@ -69,17 +67,13 @@ def train(
     losses: list[float] = []
     num_tokens = 0
     model.train()
-    for ids_BT, labels_BT in batches(documents):
-        steps_share = len(losses) / num_steps
-        time_share = (time.monotonic() - begun) / max(deadline - begun, 1e-9)
-        if max(steps_share, time_share) >= 1:
-            break
+    for ids_BT, labels_BT in islice(batches(documents), num_steps):
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
         loss = F.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        update(optimizers, learning_rate_share(steps_share, time_share))
+        update(optimizers, learning_rate_share(len(losses) / num_steps))
         losses.append(loss.item())
         num_tokens += int((labels_BT >= 0).sum())
         if progress:
@@ -181,18 +175,14 @@ def orthogonalize(
     return (x_NRC if wide else x_NRC.mT).to(matrices_NRC.dtype)
 
 
-def learning_rate_share(steps_share: float, time_share: float) -> float:
+def learning_rate_share(steps_share: float) -> float:
     """Return the share of the peak learning rates: short warmup, plateau, linear decay to 0.02.
 
-    Args:
-        steps_share: Steps done over steps planned.
-        time_share: Time used over time allowed; it matters only for the decay, if it is larger.
+    `steps_share` is the number of steps done over all steps.
     """
-    return min(
-        1.0,
-        (steps_share + 0.001) / WARMUP_SHARE,
-        max(0.02, (1 - max(steps_share, time_share)) / DECAY_SHARE),
-    )
+    warmup = (steps_share + 0.001) / WARMUP_SHARE
+    decay = max(0.02, (1 - steps_share) / DECAY_SHARE)
+    return min(1.0, warmup, decay)
 
 
 def batches(documents: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -46,7 +46,6 @@ def trained(tmp_path_factory):
     record = demo.train_demo_target(
         conversations(),
         directory,
-        seconds=600,
         steps=12,
         progress=lambda step, *_: seen.append(step),
     )
@@ -102,16 +101,10 @@ def test_a_seed_fixes_weights_without_the_global_generator(tmp_path):
     expected, weights = torch.rand(3), []
     for name, seed in (("first", 0), ("again", 0), ("other", 1)):
         torch.manual_seed(5)
-        demo.train_demo_target(conversations(), tmp_path / name, seconds=600, steps=2, seed=seed)
+        demo.train_demo_target(conversations(), tmp_path / name, steps=2, seed=seed)
         assert torch.equal(torch.rand(3), expected)
         weights.append((tmp_path / name / "model.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2]
-
-
-def test_training_ends_when_its_time_is_up_whatever_the_steps(tmp_path):
-    record = demo.train_demo_target(conversations(), tmp_path / "demo", seconds=1, steps=10**9)
-    assert record["steps"] < 10**9
-    assert (tmp_path / "demo" / "model.safetensors").exists()
 
 
 def test_an_interrupted_training_leaves_nothing(tmp_path):
