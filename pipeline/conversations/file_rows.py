@@ -174,17 +174,10 @@ def _array_items(text: io.TextIOWrapper, path: Path) -> Iterator[Any]:
         )
 
 
-def select_columns(names: Sequence[str], wanted: Sequence[str], where: str | Path) -> list[str]:
-    """Return the columns to read: those of `wanted`, else those of known forms, else all.
+def require_columns(names: Sequence[str], wanted: Sequence[str], where: str | Path) -> None:
+    """Raise ConfigError if a table with these columns lacks one of `wanted`.
 
-    All columns are read, too, if none identifies a form, so that the first row names them.
-
-    Args:
-        names: The table's columns; the result keeps their order.
-        where: The table in error messages.
-
-    Raises:
-        ConfigError: The table lacks a wanted column.
+    `where` is the table in the message.
     """
     for name in wanted:
         if name not in names:
@@ -194,9 +187,25 @@ def select_columns(names: Sequence[str], wanted: Sequence[str], where: str | Pat
                 where,
                 "Correct seeds.sources[].columns; a CSV or TSV file names its columns in line 1.",
             )
-    if not wanted and not any(key in names for key in FORM_KEYS.values()):
-        return list(names)
-    return [name for name in names if name in (wanted or KNOWN_KEYS)]
+
+
+def select_columns(schema: pa.Schema, wanted: Sequence[str], where: str | Path) -> list[str]:
+    """Return the columns of a table to read: those of `wanted`, else those of known forms.
+
+    All columns are read if none identifies a form, so that the first row names them. Of a form with
+    a column per text, all texts are read, so that `unread_texts` finds those that no form reads.
+
+    Raises:
+        ConfigError: The table lacks a wanted column.
+    """
+    require_columns(schema.names, wanted, where)
+    found = [form for form, key in FORM_KEYS.items() if key in schema.names]
+    if not found and not wanted:
+        return schema.names
+    texts = []
+    if found and found[0] in ("alpaca", "prompts"):
+        texts = [field.name for field in schema if field.type in (pa.string(), pa.large_string())]
+    return [name for name in schema.names if name in (wanted or (*KNOWN_KEYS, *texts))]
 
 
 def delimited_rows(
@@ -226,7 +235,7 @@ def delimited_rows(
             path,
             "Close its quotation mark, or name another file.",
         ) from error
-    select_columns(header, columns, path)
+    require_columns(header, columns, path)
     while True:
         try:
             record = next(records)
@@ -277,7 +286,7 @@ def _parquet_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Yield record batches of a Parquet file, with the columns that `select_columns` selects."""
     with pq.ParquetFile(file, pre_buffer=False, buffer_size=CHUNK) as reader:
-        wanted = select_columns(reader.schema_arrow.names, columns, path)
+        wanted = select_columns(reader.schema_arrow, columns, path)
         yield from reader.iter_batches(BATCH_ROWS, columns=wanted, use_threads=False)
 
 
@@ -291,7 +300,7 @@ def _arrow_batches(
     except pa.ArrowInvalid:
         reader = pa.ipc.open_stream(file)
         batches = iter(reader)
-    wanted = select_columns(reader.schema.names, columns, path)
+    wanted = select_columns(reader.schema, columns, path)
     for batch in batches:
         yield batch.select(wanted)
 
@@ -352,8 +361,9 @@ def hub_rows(hub: str, split: str, columns: Sequence[str]) -> Iterator[Any]:
     where = f"{hub}, split {split}"
     try:
         found = datasets.load_dataset(hub, split=split, streaming=True)
-        if found.column_names is not None:
-            found = found.select_columns(select_columns(found.column_names, columns, where))
+        if found.features is not None:
+            schema = found.features.arrow_schema
+            found = found.select_columns(select_columns(schema, columns, where))
         for table in found.with_format("arrow").iter(BATCH_ROWS):
             for batch in table.to_batches():
                 yield from _batch_rows(batch)

@@ -9,9 +9,10 @@
                "history": [["question", "answer"], ...]}
     prompts    "question", {"prompt": "question"}, {"prompt": "question", "response": "answer"}
 
-In any form, a turn's role and text may have the key names of ShareGPT or of OpenAI, because dumps
-mix both. Turns are repaired in `repair`. To add a form, add an entry of `FORM_KEYS`, a case in
-`_parse_turns`, and a value of `seeds.sources[].format`.
+An answer is read under any name of `ANSWERS`. In any form, a turn's role and text may have the key
+names of ShareGPT or of OpenAI, because dumps mix both. Turns are repaired in `repair`. To add a
+form, add an entry of `FORM_KEYS`, a case in `_parse_turns`, and a value of
+`seeds.sources[].format`.
 """
 
 from __future__ import annotations
@@ -69,21 +70,21 @@ FORM_KEYS = {
     "alpaca": "instruction",
     "prompts": "prompt",
 }
+ANSWERS = ("output", "response", "completion")
 ID_KEYS = ("id", "question_id", "conversation_id", "prompt_id")
 MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 """Keys of a turn that is not learned if one of them is 0 or false."""
 OTHER_KEYS = (
     "system",
     "system_prompt",
-    "response",
-    "completion",
+    *ANSWERS,
     "input",
-    "output",
     "history",
     "tools",
     "functions",
     "category",
 )
+LONG_TEXT = 100  # characters; a shorter one is a label or a name
 KNOWN_KEYS = (*FORM_KEYS.values(), *ID_KEYS, *OTHER_KEYS)
 EXPECTED = (
     "conversations as ShareGPT (`conversations`), OpenAI `messages`, UltraChat (`data`), questions"
@@ -109,6 +110,31 @@ def read_row(row: Any, id: str, settings: RowSettings) -> Conversation | Rejecte
         return _parse_conversation(row, id, settings)
     except RowRejected as rejected:
         return RejectedRow.of(id, rejected, row)
+
+
+def unread_texts(row: Any, settings: RowSettings) -> dict[str, dict[str, str]]:
+    """Return the columns whose long texts are not read, of a row with a column per text.
+
+    The value of each is the setting `columns` that appends it to the question. A text that holds
+    the question is a copy of what is read.
+    """
+    if not isinstance(row, dict) or settings.columns:
+        return {}
+    form = _form_of(DumpObject(row), settings.form)
+    question = row.get(FORM_KEYS.get(form, ""))
+    if form not in ("alpaca", "prompts") or not isinstance(question, str):
+        return {}
+    columns = {key: key for key in ("system", "history", "tools", "category") if row.get(key)}
+    for name in ANSWERS:
+        if row.get(name):
+            columns.setdefault("output", name)
+    unread = {}
+    for name, text in row.items():
+        known = name in KNOWN_KEYS and (name, form) != ("input", "prompts")
+        if not known and isinstance(text, str) and len(text) >= LONG_TEXT and question not in text:
+            if " " in text or not text.isascii():  # no link, no encoded data
+                unread[name] = {"instruction": FORM_KEYS[form], "input": name, **columns}
+    return unread
 
 
 def _parse_conversation(row: Any, id: str, settings: RowSettings) -> Conversation:
@@ -214,16 +240,10 @@ def _describe(value: Any) -> str:
 def _parse_turns(row: DumpObject, form: str) -> list[Message]:
     """Parse the turns of a row in the given form.
 
-    The form "auto" is the first of `FORM_KEYS` whose key the row has.
-
     Raises:
         RowRejected: The row or one of its turns does not have the form.
     """
-    if form == "auto":
-        for known, key in FORM_KEYS.items():
-            if row.first(key) is not None:
-                form = known
-                break
+    form = _form_of(row, form)
     if form == "sharegpt":
         return [_parse_turn(turn) for turn in row.items("conversations")]
     if form == "ultrachat" and row.first("data") is not None:
@@ -237,7 +257,16 @@ def _parse_turns(row: DumpObject, form: str) -> list[Message]:
     prompt = row.first("prompt")
     if prompt is None:
         raise RowRejected(Reason.UNKNOWN_FORMAT, f"The row is {row}.")
-    return _said("user", prompt) + _said("assistant", row.first("response", "completion"))
+    return _said("user", prompt) + _said("assistant", row.first(*ANSWERS))
+
+
+def _form_of(row: DumpObject, form: str) -> str:
+    """Return the form; for "auto", the first of `FORM_KEYS` whose key the row has."""
+    if form == "auto":
+        for known, key in FORM_KEYS.items():
+            if row.first(key) is not None:
+                return known
+    return form
 
 
 def _alternating_turns(texts: list[Any]) -> list[Message]:
@@ -266,7 +295,7 @@ def _alpaca_turns(row: DumpObject) -> list[Message]:
     question = clean_text(row.first("instruction"))
     if row.first("input"):
         question = f"{question}\n\n{clean_text(row.first('input'))}"
-    return [*turns, Message("user", question), *_said("assistant", row.first("output"))]
+    return [*turns, Message("user", question), *_said("assistant", row.first(*ANSWERS))]
 
 
 def _said(role: Role, value: Any) -> list[Message]:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from pipeline.config import SeedsConfig, SeedSource
 from pipeline.conversations.conversation import Conversation, RejectedRow
@@ -24,7 +27,7 @@ from pipeline.conversations.file_rows import (
     table_rows,
     text_lines,
 )
-from pipeline.conversations.forms import EXPECTED, RowSettings, read_row
+from pipeline.conversations.forms import EXPECTED, RowSettings, read_row, unread_texts
 from pipeline.conversations.repair import ToolPolicy
 from pipeline.errors import ConfigError, DataError
 
@@ -101,6 +104,7 @@ class SourceReader:
     Attributes:
         read: The counts of each file or data set of the last iteration.
         skipped: The files that were skipped when the source's directory was last listed.
+        unread: The numbers of rows whose text in a column is not read, by column.
     """
 
     source: SeedSource
@@ -109,11 +113,13 @@ class SourceReader:
     other_columns: str = OTHER_COLUMNS
     read: list[FileCount] = field(default_factory=list)
     skipped: list[SkippedFile] = field(default_factory=list)
+    unread: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         source = self.source
         self._settings = RowSettings(source.format, self.tools, source.columns)
         self._columns = tuple((source.columns or {}).values())
+        self._columns_of: dict[str, dict[str, str]] = {}  # the setting that reads an unread column
 
     def files(self) -> list[Path]:
         """Return the source's seed files: the path itself, or the files below it, sorted.
@@ -171,9 +177,23 @@ class SourceReader:
         """
         return itertools.islice(self._source_rows(), self.source.limit)
 
+    def warnings(self) -> list[str]:
+        """Return a warning for each column whose texts the last iteration did not read."""
+        num_rows = sum(count.conversations for count in self.read)
+        found = []
+        for column, number in self.unread.most_common():
+            columns = yaml.safe_dump(self._columns_of[column], default_flow_style=True, width=1000)
+            found.append(
+                f"`{column[:40]}` has text in {number:,} of {num_rows:,} rows of {self.name} and is"
+                " not read. To append it to the question, add this to the source in"
+                f" seeds.sources: columns: {columns.strip()}."
+            )
+        return found
+
     def _source_rows(self) -> Iterator[Row]:
         """Yield the parsed rows of all seed files or of the data set; count them in `read`."""
         self.read = []
+        self.unread.clear()
         path, hub = self.source.path, self.source.hub
         if hub is not None:
             yield from self._count_rows(hub, hub, hub_rows(hub, self.source.split, self._columns))
@@ -200,6 +220,9 @@ class SourceReader:
             outcome = self._parse_row(row, start + count.rows)
             if isinstance(outcome, Conversation):
                 count.conversations += 1
+                for column, columns in unread_texts(row, self._settings).items():
+                    self.unread[column] += 1
+                    self._columns_of[column] = columns
             elif count.rows == 0:
                 what = f"No row is a conversation. The first one: {outcome.detail}"
             count.rows += 1

@@ -133,9 +133,13 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     totals.check_quarantine(stage.path, limits.max_quarantine_fraction, final=True)
     summary = {**totals.summary(), "sources": [_source_summary(reader) for reader in readers]}
     _print_skipped_files(context, summary)
-    warning = require_rows_of_splits(stage, summary, settings.holdout)
-    if warning:
-        summary["warnings"] = [warning]
+    warnings = [warning for reader in readers for warning in reader.warnings()]
+    shortage = require_rows_of_splits(stage, summary, settings.holdout)
+    if shortage:
+        warnings.append(shortage)
+    if warnings:
+        summary["warnings"] = storable_json(warnings)
+    for warning in summary.get("warnings", ()):
         print_stage(context.console, "[yellow]![/]", NAME, warning)
     return summary
 

@@ -156,6 +156,13 @@ def test_a_clear_meaning_is_repaired(turns, repaired):
     assert said(sharegpt(*TURN.findall(turns))) == repaired
 
 
+@pytest.mark.parametrize("question", ["instruction", "prompt"])
+@pytest.mark.parametrize("answer", ["output", "response", "completion"])
+def test_an_answer_is_read_under_each_of_its_names(question, answer):
+    """Magpie has `instruction` and `response`."""
+    assert said({question: "A?", answer: "B."}) == "user: A? | assistant: B."
+
+
 @pytest.mark.parametrize("mark", ["weight", "train", "training", "trainable", "loss", "loss_mask"])
 def test_a_turn_may_be_marked_not_to_learn(mark):
     """OpenAI, Axolotl, verl, ms-swift and slime each have such a key."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from pyarrow import csv
 
 from pipeline.config import SeedSource
@@ -175,6 +176,34 @@ def test_functions_of_a_hub_data_set_are_those_of_its_rows(name, zone, tmp_path)
     if name.endswith("parquet"):
         pq.write_table(pa.Table.from_pylist(rows), path)
     assert list(SourceReader(SeedSource(hub=str(path.parent)), "s")) == expected
+
+
+LONG = "The wall is 21,196 km long, and parts of it were built in the seventh century BC. " * 2
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
+def test_text_in_a_column_that_is_not_read_is_a_warning_with_the_setting_that_reads_it(
+    name, tmp_path
+):
+    """Dolly has such questions about a `context`."""
+    rows = []
+    for n in range(9):
+        row = {"instruction": f"{n}?", "context": LONG if n % 3 else "", "response": "So."}
+        rows.append(row | {"category": "closed_qa", "url": "https://example.org/" + "a" * 200})
+    path = written(tmp_path / name, "\n".join(map(json.dumps, rows)))
+    table = pa.Table.from_pylist(rows)
+    if name.endswith("csv"):
+        csv.write_csv(table, path)
+    elif name.endswith("parquet"):
+        pq.write_table(table, path)
+    reader = SourceReader(SeedSource(path=path), "s")
+    assert len(list(reader)) == 9
+    [warning] = reader.warnings()
+    assert "`context`" in warning and " 6 of 9 " in warning and "url" not in warning
+    columns = yaml.safe_load(re.search(r"columns: ({.*?})", warning)[1])
+    again = SourceReader(SeedSource(path=path, columns=columns), "s")
+    assert [row.messages[0].content for row in again][:2] == ["0?", f"1?\n\n{LONG.strip()}"]
+    assert next(iter(again)).messages[1].content == "So." and again.warnings() == []
 
 
 def test_a_hub_data_set_is_streamed_or_refused(tmp_path, monkeypatch):
