@@ -21,14 +21,13 @@ from pipeline.config import SeedsConfig, SeedSource
 from pipeline.conversations.conversation import Conversation, RejectedRow
 from pipeline.conversations.file_rows import (
     delimited_rows,
-    hub_rows,
     json_rows,
     open_seed_file,
-    table_rows,
     text_lines,
 )
 from pipeline.conversations.forms import EXPECTED, RowSettings, read_row, unread_texts
 from pipeline.conversations.repair import ToolPolicy
+from pipeline.conversations.table_rows import hub_rows, table_rows
 from pipeline.errors import ConfigError, DataError
 
 Row = Conversation | RejectedRow
@@ -182,7 +181,9 @@ class SourceReader:
         num_rows = sum(count.conversations for count in self.read)
         found = []
         for column, number in self.unread.most_common():
-            columns = yaml.safe_dump(self._columns_of[column], default_flow_style=True, width=1000)
+            columns = yaml.safe_dump(
+                self._columns_of[column], default_flow_style=True, sort_keys=False, width=1000
+            )
             found.append(
                 f"`{column[:40]}` has text in {number:,} of {num_rows:,} rows of {self.name} and is"
                 " not read. To append it to the question, add this to the source in"
