@@ -25,6 +25,11 @@ percent = partial(show, spec=".1%")  # a share of one: 78.9%
 signed_percent = partial(show, spec="+.1%")  # a change as a share of one: +1.2%
 
 
+def quotient(value: float | None, unit: float | None) -> float | None:
+    """Return a value relative to a unit; None if either is unknown or the unit is 0."""
+    return value / unit if value is not None and unit else None
+
+
 def with_error(value: float | None, standard_error: float | None) -> str:
     """Format a rate with its standard error, if known: `4.03 ± 0.32`."""
     if standard_error is None:

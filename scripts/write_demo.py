@@ -8,10 +8,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.artifacts.check_result import STOCK_TREE
 from pipeline.artifacts.json_form import from_json
 from pipeline.formatting import ratio, times
 from pipeline.report.facts import expected_rate, measured_rate, on_new_answers
-from pipeline.report.report import STOCK_TREE, Report
+from pipeline.report.report import Report
 
 PAGE = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- demo -->\n", "\n<!-- /demo -->"

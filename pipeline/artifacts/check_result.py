@@ -15,6 +15,8 @@ from pipeline.storage.atomic import JsonObject
 from pipeline.storage.receipts import Summary
 
 PLAIN, HEADS = "plain", "heads"  # methods of decoding in vLLM; others have their own names
+# Names in the study of trees.
+STOCK_TREE, SEARCHED_TREE = "stock (Vicuna-7B's)", "searched, stock size"
 LEAST_SHORTFALL = 0.1  # tokens per step
 LEAST_LEARNED = 0.1  # share of the labels that guessing by frequency misses
 
@@ -65,7 +67,8 @@ class Difference:
 class Speed:
     """Decoding speed with heads and that of plain decoding (`baseline_…`); times in seconds.
 
-    A figure that was not measured is None.
+    A figure that was not measured is None. A range is that of tokens per second over the repeats,
+    slowest first; with one repeat it is None.
     """
 
     acceleration_rate: float | None = None
@@ -74,6 +77,8 @@ class Speed:
     speedup: float | None = None
     tokens_per_second: float | None = None
     baseline_tokens_per_second: float | None = None
+    range: list[float] | None = None
+    baseline_range: list[float] | None = None
     time_to_first_token: float | None = None
     baseline_time_to_first_token: float | None = None
 
@@ -157,41 +162,11 @@ class ServedMethod(Baseline):
 
 
 @result
-class ServingChoice:
-    """The fastest method in vLLM with `requests` at once; `plain` is decoding without drafts.
-
-    Attributes:
-        second: The fastest of the other methods.
-        margin: The share by which it is faster than the second; None if the second has no request
-            within `check.slo`.
-        is_beyond_scatter: Whether all of its repeats are faster than those of the second; with one
-            repeat, whether it is faster.
-    """
-
-    requests: int
-    method: str
-    second: str
-    is_beyond_scatter: bool
-    margin: float | None = None
-
-
-@result
-class ServingAdvice:
-    """A sentence that says what to serve at some loads, and the command for it."""
-
-    loads: str  # in words
-    text: str
-    command: str
-
-
-@result
 class LoadRow(Speed):
     """Speed and latencies of a method in vLLM with `requests` concurrent requests."""
 
     method: str = HEADS
     requests: int
-    range: list[float] | None = None  # of tokens per second, over several repeats
-    baseline_range: list[float] | None = None
     ttft_ms: Percentiles | None = None  # to the first token
     tpot_ms: Percentiles | None = None  # per further token
     within_slo: float | None = None  # share of requests within `check.slo`
@@ -249,6 +224,7 @@ class NativeFigures(EngineFigures):
     skipped_prompts: int | None = None
     repeats: int | None = None
     threads: int | None = None
+    target_parameters: int | None = None
     acceptance: str | None = None
     temperature: float | None = None
     eps: float | None = None
@@ -268,8 +244,6 @@ class VllmFigures(EngineFigures):
     methods: list[ServedMethod] | None = None  # the heads first
     loads: list[LoadRow] | None = None  # of all methods, with one prompt and all prompts at once
     failed_loads: dict[str, str] | None = None  # why a method has no rows in the study `load`
-    choices: list[ServingChoice] | None = None
-    advice: list[ServingAdvice] | None = None  # what to serve, judged over all loads
     accepted_per_position: list[float] | None = None
     same_text_acceleration_rate: float | None = None  # replayed on native answers
     expected_acceleration_rate: float | None = None

@@ -76,7 +76,8 @@ def check(
     from pipeline.execution.progress import Meter, ProgressReporter
     from pipeline.report.check_tables import categories_table, check_table
     from pipeline.report.report import Report
-    from pipeline.report.text_table import markdown_section, print_tables
+    from pipeline.report.text_table import markdown_section, print_tables, print_text
+    from pipeline.report.warnings import report_warnings
     from pipeline.report.what_to_serve import what_to_serve_table
     from pipeline.targets.spec import resolve
 
@@ -101,11 +102,13 @@ def check(
             draft_tokens=draft_tokens,
             progress=ProgressReporter(show=meter.show),
         )
-    report, console = Report(check=measured.check), Console()
+    report, console = Report(check=measured.check, hardware=measured.hardware), Console()
     found = what_to_serve_table(report), check_table(report), categories_table(report)
     tables = [table for table in found if table.rows]
     title = visible(f"{heads}: {measured.read_as}; target {measured.target}")
     console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
+    for warning in report_warnings(report):
+        print_text(f"- {warning}", console, "yellow")
     print_tables(tables, console)
     if out:
         write_json(out / "check.json", to_json(measured))

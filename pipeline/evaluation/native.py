@@ -248,6 +248,7 @@ def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigur
         accepted_lengths=steps_by_accepted_length(decoded),
         prompts=len(prompts),
         repeats=settings.repeats,
+        target_parameters=measured.model.num_parameters(),
         acceptance=settings.acceptance,
         categories=by_category(prompts, passes),
         baselines=baselines,

@@ -38,11 +38,9 @@ from pipeline.evaluation.prompts import CheckRequest
 from pipeline.evaluation.served_figures import (
     load_rows_of_check,
     prompts_in_turn,
-    range_of,
     served_method,
 )
-from pipeline.evaluation.serving_choice import with_choices
-from pipeline.evaluation.speed import check_rate, require_steps, with_new_answers
+from pipeline.evaluation.speed import check_rate, range_of, require_steps, with_new_answers
 from pipeline.evaluation.vllm_methods import compared_configs, heads_config
 from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.export.layout import Content, read_layout
@@ -107,13 +105,14 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
         speedup=round(accelerated.tokens_per_second / plain.tokens_per_second, 4),
         tokens_per_second=round(accelerated.tokens_per_second, 2),
         baseline_tokens_per_second=round(plain.tokens_per_second, 2),
+        range=range_of(accelerated.at_once()),
+        baseline_range=range_of(plain.at_once()),
         greedy_match=comparison.match,
         largest_gap=comparison.largest_gap,
         tie_tolerance=tie_tolerance(request.target, settings),
         dtype=request.target.dtype,
     )
     figures = with_new_answers(figures, request, answers, accepted)
-    figures = with_choices(figures, loads)
     return CheckResult(vllm=figures, differing=comparison.differing)
 
 

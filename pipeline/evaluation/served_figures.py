@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.artifacts.check_result import Category, GreedyMatch, LoadRow, ServedMethod
 from pipeline.artifacts.json_form import rounded
 from pipeline.evaluation.prompts import Prompt, spread
-from pipeline.evaluation.speed import check_rate, members_of_categories
+from pipeline.evaluation.speed import check_rate, members_of_categories, range_of
 from pipeline.targets.vllm_decode import VLLMTexts
 
 NUM_IN_TURN = 8  # prompts
@@ -94,33 +94,41 @@ def served_categories(
 
 
 def load_rows_of_check(method: ServedMethod, plain: VLLMTexts, texts: VLLMTexts) -> list[LoadRow]:
-    """Return a method's speed with one prompt at a time, and with all prompts at once."""
-    rows = [_load_row(method, 1, plain.in_turn(), texts.in_turn())]
-    if len(texts.token_ids) > 1:
-        rows.append(_load_row(method, len(texts.token_ids), plain.at_once(), texts.at_once()))
+    """Return a method's speed with one prompt at a time, and with all prompts at once.
+
+    Each rate is that of the prompts that were timed.
+    """
+    alone = [texts.accepted[row] for row in texts.seconds_in_turn[0]]
+    rows = [_load_row(method.name, alone, 1, plain.in_turn(), texts.in_turn())]
+    number = len(texts.token_ids)
+    if number > 1:
+        at_once = plain.at_once(), texts.at_once()
+        rows.append(_load_row(method.name, texts.accepted, number, *at_once))
     return rows
 
 
 def _load_row(
-    method: ServedMethod, requests: int, plain: Sequence[float], speeds: Sequence[float]
+    method: str,
+    accepted: Sequence[Sequence[int]],
+    requests: int,
+    plain: Sequence[float],
+    speeds: Sequence[float],
 ) -> LoadRow:
-    """Return the row of a load, given the tokens per second of each repeat."""
+    """Return the row of a load, given the tokens per second of each repeat.
+
+    Args:
+        accepted: Per answer, the number of tokens that each step adds.
+    """
+    steps = [kept for answer in accepted for kept in answer]
     before = statistics.median(plain)
     after = statistics.median(speeds)
     return LoadRow(
-        method=method.name,
+        method=method,
         requests=requests,
-        acceleration_rate=method.acceleration_rate,
+        acceleration_rate=round(statistics.fmean(steps), 4) if steps else None,
         speedup=rounded(after / before),
         tokens_per_second=round(after, 2),
         range=range_of(speeds),
         baseline_tokens_per_second=round(before, 2),
         baseline_range=range_of(plain),
     )
-
-
-def range_of(speeds: Sequence[float]) -> list[float] | None:
-    """Return the lowest and highest speed of several repeats; None for one repeat."""
-    if len(speeds) < 2:
-        return None
-    return [round(min(speeds), 2), round(max(speeds), 2)]

@@ -189,11 +189,12 @@ def take_turns(
 class Pace:
     """One decoding method's measured rate and speed; times are medians in seconds.
 
-    If every answer ended with its first token, all but the time to first token are NaN.
+    If every answer ended with its first token, rate and speed are NaN.
     """
 
     acceleration_rate: float
     tokens_per_second: float
+    range: list[float] | None  # see `range_of`
     time_to_first_token: float
 
     @classmethod
@@ -205,13 +206,25 @@ class Pace:
         """
         first = passes[0][method]
         every = [one for answers in passes for one in answers[method]]
-        seconds = statistics.median(sum(one.seconds for one in each[method]) for each in passes)
+        seconds = [sum(one.seconds for one in answers[method]) for answers in passes]
         num_tokens = sum(sum(one.accepted) for one in first)
+        speed, slowest_to_fastest = math.nan, None
+        if num_tokens:
+            speed = num_tokens / statistics.median(seconds)
+            slowest_to_fastest = range_of([num_tokens / taken for taken in seconds])
         return cls(
             acceleration_rate=acceleration_rate(first),
-            tokens_per_second=num_tokens / seconds if num_tokens else math.nan,
+            tokens_per_second=speed,
+            range=slowest_to_fastest,
             time_to_first_token=statistics.median(one.seconds_prefill for one in every),
         )
+
+
+def range_of(speeds: Sequence[float]) -> list[float] | None:
+    """Return the lowest and highest speed of several repeats; None for one repeat."""
+    if len(speeds) < 2:
+        return None
+    return [round(min(speeds), 2), round(max(speeds), 2)]
 
 
 def require_steps(accepted: Iterable[Sequence[int]]) -> None:
@@ -243,6 +256,8 @@ def check_speed(
         speedup=rounded(speedup),
         tokens_per_second=rounded(pace.tokens_per_second, 2),
         baseline_tokens_per_second=rounded(plain.tokens_per_second, 2),
+        range=pace.range,
+        baseline_range=plain.range,
         time_to_first_token=rounded(pace.time_to_first_token, 6),
         baseline_time_to_first_token=rounded(plain.time_to_first_token, 6),
     )
@@ -293,6 +308,7 @@ def baseline_figures(prompts: Sequence[Prompt], passes: Sequence[Pass], name: st
         acceleration_rate=found.acceleration_rate,
         speedup=found.speedup,
         tokens_per_second=found.tokens_per_second,
+        range=found.range,
         time_to_first_token=found.time_to_first_token,
         categories=by_category(prompts, passes, name),
     )

@@ -32,7 +32,15 @@ from math import sqrt
 from time import perf_counter
 from typing import Literal
 
-from pipeline.artifacts.check_result import BatchRow, ChainRate, Studies, TreeRow, TypicalRow
+from pipeline.artifacts.check_result import (
+    SEARCHED_TREE,
+    STOCK_TREE,
+    BatchRow,
+    ChainRate,
+    Studies,
+    TreeRow,
+    TypicalRow,
+)
 from pipeline.artifacts.json_form import rounded
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import CheckConfig
@@ -55,7 +63,6 @@ from pipeline.evaluation.speed import (
 )
 from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.heads.kind import Heads
-from pipeline.report.report import SEARCHED_TREE, STOCK_TREE
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 8, 64
 TEMPERATURES = (0.3, 0.7, 1.0)

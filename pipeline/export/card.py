@@ -32,8 +32,9 @@ from pipeline.report.check_tables import (
     served_model_table,
 )
 from pipeline.report.comparison import NO_RECIPE
-from pipeline.report.facts import expected_rate, is_disturbed, measured_rate, pairs
+from pipeline.report.facts import expected_rate, measured_rate, pairs
 from pipeline.report.report import Report
+from pipeline.report.speeds import is_disturbed
 from pipeline.report.tables import drift_table, heads_table
 from pipeline.report.text_table import markdown_table
 from pipeline.report.what_to_serve import what_to_serve_table
@@ -213,9 +214,6 @@ def _card_facts(published: Published) -> Facts:
     if published.data_set:
         data_sets.insert(0, published.data_set)
     with_names = _with_public_names(report, public_names(config.seeds.sources))
-    has_disturbance = any(
-        engine and is_disturbed(engine) for engine in (report.native, report.vllm)
-    )
     return {
         **vars(published),
         "kind": kind,
@@ -228,7 +226,7 @@ def _card_facts(published: Published) -> Facts:
         "shared": config.export.formats[0] == "shared",  # the root's format
         "train": _card_train_settings(report, config),
         "data_sets": data_sets,
-        "disturbed": has_disturbance,
+        "disturbed": report.native is not None and is_disturbed(report.native),
         "tables": {
             "check": check_table(report),
             "categories": categories_table(with_names),

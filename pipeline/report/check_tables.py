@@ -5,6 +5,9 @@ An unknown cell is `-`. The table of a measurement that was not made has no rows
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from pipeline.artifacts.check_result import (
     Baseline,
     BatchRow,
@@ -16,19 +19,35 @@ from pipeline.artifacts.check_result import (
     VllmFigures,
 )
 from pipeline.artifacts.tree_file import TreeFigures
-from pipeline.formatting import UNKNOWN, count, duration, percent, rate, ratio, show, times
+from pipeline.formatting import (
+    UNKNOWN,
+    count,
+    duration,
+    percent,
+    quotient,
+    rate,
+    ratio,
+    show,
+    times,
+)
 from pipeline.report.facts import (
     expected_rate,
     greedy_matches,
     measured_rate,
+    native_speedup,
     on_new_answers,
     overhead_of,
     speedup_of,
 )
 from pipeline.report.report import Report
+from pipeline.report.speeds import range_cell, speed_cell
 from pipeline.report.text_table import Table
 
-COSTS = ("acceleration rate", "overhead", "speedup")
+COSTS = ("acceleration rate", "step time", "speed")
+RELATIVE = (
+    "Step time and speed are relative to the export's own tree, whose overhead and speedup the"
+    " check measures."
+)
 PLAIN_OF = {"heads": "plain", "vLLM: heads": "vLLM: plain"}  # measured in turns with these heads
 SPEEDS = ("tokens/s, plain", "tokens/s, with heads", "speedup")
 
@@ -46,8 +65,9 @@ def check_table(report: Report) -> Table:
         table.note = (
             "Acceleration rates are tokens kept over forwards of the target, without the prefill"
             " and its token, in either engine. Speedup and tokens/s: natively one prompt at a time,"
-            " in vLLM all prompts at once. Accepted per position: the share of vLLM's steps that"
-            " keep at least 1, 2, … drafted tokens."
+            " in vLLM all prompts at once; in parentheses the slowest and the fastest repeat."
+            " Accepted per position: the share of vLLM's steps that keep at least 1, 2, … drafted"
+            " tokens."
         )
     labels = {}
     for column in columns:
@@ -60,6 +80,7 @@ def check_table(report: Report) -> Table:
 def _native_cells(native: NativeFigures, tree: TreeFigures | None) -> dict[str, str]:
     """Format native decoding's column of the check table, by row label."""
     cells = _engine_cells(native, tree)
+    cells["speedup"] = native_speedup(native)
     cells["overhead"] = overhead_of(native)
     cells["acceptance"] = native.acceptance or UNKNOWN
     settings = {
@@ -98,8 +119,8 @@ def _engine_cells(
         "speedup": speedup_of(engine),
         "greedy identical": greedy_matches(engine.greedy_match),
         "greedy ties": count(engine.greedy_match.ties),
-        "tokens/s": rate(engine.tokens_per_second),
-        "tokens/s, plain": rate(engine.baseline_tokens_per_second),
+        "tokens/s": speed_cell(engine.tokens_per_second, engine.range),
+        "tokens/s, plain": speed_cell(engine.baseline_tokens_per_second, engine.baseline_range),
     }
 
 
@@ -131,18 +152,21 @@ def methods_table(report: Report) -> Table:
     table = Table("Methods", columns)
     table.note = (
         "Per step: tokens per forward of the target. Tokens/s: those of all answers over the time"
-        " of all, one prompt at a time and without the prefills; the median of the repetitions."
+        " of all, one prompt at a time and without the prefills: the median of the repetitions, and"
+        " in parentheses the slowest and the fastest."
         " To first: the median time to an answer's first token. Generate, prompt lookup and"
         " assistant are transformers' own. What to serve has the methods in vLLM."
     )
     if report.native:
-        plain = rate(report.native.baseline_tokens_per_second)
-        to_first = duration(report.native.baseline_time_to_first_token)
+        native = report.native
+        plain = speed_cell(native.baseline_tokens_per_second, native.baseline_range)
+        to_first = duration(native.baseline_time_to_first_token)
         table.add("plain", ratio(1.0), plain, times(1.0), to_first, UNKNOWN)
-        _add_method(table, "with heads", report.native)
-        for other in report.native.baselines or []:
+        _add_method(table, "with heads", native, native_speedup(native))
+        for other in native.baselines or []:
             name = other.name.replace("-", " ")
-            _add_method(table, name, other)
+            speedup = speedup_of(replace(other, baseline_range=native.baseline_range))
+            _add_method(table, name, other, speedup)
             if other.failed:
                 table.note += f" {name} failed: {other.failed}"
             elif other.datastore:
@@ -154,13 +178,13 @@ def methods_table(report: Report) -> Table:
     return table
 
 
-def _add_method(table: Table, name: str, method: NativeFigures | Baseline) -> None:
+def _add_method(table: Table, name: str, method: NativeFigures | Baseline, speedup: str) -> None:
     """Add a decoding method to the table of methods."""
     table.add(
         name,
         ratio(method.acceleration_rate),
-        rate(method.tokens_per_second),
-        times(method.speedup),
+        speed_cell(method.tokens_per_second, method.range),
+        speedup,
         duration(method.time_to_first_token),
         greedy_matches(method.greedy_match),
     )
@@ -245,15 +269,16 @@ def study_tables(report: Report) -> dict[str, Table]:
     studies = report.studies
     trees = Table("Study: trees", ["tree", "nodes", *COSTS])
     trees.note = (
-        "Trees from plain decoding to the export's own, on all the check's prompts. Overheads of"
-        " different tables do not compare: their prompts differ."
+        f"Trees from the top-1 chain to the export's own, on all the check's prompts. {RELATIVE}"
     )
-    for row in studies.trees or []:
-        trees.add(str(row.tree), count(row.nodes), *_costs(row))
+    rows = studies.trees or []
+    for row in rows[1:]:  # after plain decoding
+        trees.add(str(row.tree), count(row.nodes), *_costs(row, rows))
     heads = Table("Study: heads used", ["heads", "nodes", *COSTS])
-    heads.note = "The export's tree, cut at each depth."
-    for row in studies.heads or []:
-        heads.add(count(row.heads), count(row.nodes), *_costs(row))
+    heads.note = f"The export's tree, cut at each depth. {RELATIVE}"
+    rows = studies.heads or []
+    for row in rows:
+        heads.add(count(row.heads), count(row.nodes), *_costs(row, rows))
     columns = ["temperature", "rule", "eps", "acceleration rate", "speedup", "log-likelihood"]
     typical = Table("Study: typical acceptance", columns, words=(0, 1))
     typical.note = (
@@ -276,9 +301,11 @@ def study_tables(report: Report) -> dict[str, Table]:
     }
 
 
-def _costs(row: TreeRow) -> tuple[str, str, str]:
-    """Format a tree's acceleration rate, overhead and speedup as table cells."""
-    return ratio(row.acceleration_rate), times(row.overhead), times(row.speedup)
+def _costs(row: TreeRow, rows: Sequence[TreeRow]) -> tuple[str, str, str]:
+    """Format a tree's acceleration rate, and its step time and speed relative to the last tree."""
+    own = rows[-1]
+    cells = times(quotient(row.overhead, own.overhead)), times(quotient(row.speedup, own.speedup))
+    return ratio(row.acceleration_rate), *cells
 
 
 def _load_study(report: Report) -> Table:
@@ -321,8 +348,8 @@ def _load_study(report: Report) -> Table:
             requests += " *"
         cells = [
             ratio(row.acceleration_rate),
-            _range(row.baseline_range),
-            _range(row.range),
+            range_cell(row.baseline_range),
+            range_cell(row.range),
             times(row.speedup),
         ]
         for waited in (row.baseline_ttft_ms, row.ttft_ms, row.baseline_tpot_ms, row.tpot_ms):
@@ -331,11 +358,6 @@ def _load_study(report: Report) -> Table:
             cells += [percent(row.baseline_within_slo), percent(row.within_slo)]
         table.add(row.method, requests, *cells)
     return table
-
-
-def _range(speeds: list[float] | None) -> str:
-    """Format the speeds of the slowest and the fastest pass: `200 to 235`, or `-` if unknown."""
-    return " to ".join(map(rate, speeds or [])) or UNKNOWN
 
 
 def _percentiles(times: Percentiles | None) -> str:

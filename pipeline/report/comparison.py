@@ -7,20 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.formatting import UNKNOWN, duration, percent, rate
+from pipeline.artifacts.tree_file import Expected, TreeFigures
+from pipeline.formatting import UNKNOWN, count, duration, percent
 from pipeline.report.facts import (
     expected_rate,
-    is_disturbed,
     measured_rate,
+    native_speedup,
     on_new_answers,
     overhead_of,
     speedup_of,
 )
 from pipeline.report.report import Report
+from pipeline.report.speeds import is_disturbed, speed_cell
 from pipeline.report.text_table import NOT_RUN, Table
 
 NO_RECIPE = {"run", "placement", "limits", "report", "push"}  # no result depends on these sections
 LONGEST = 40  # characters of a setting that are shown
+RATE_OF_OWN_TREE = "expected, its own tree"
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,10 @@ def compare_runs(runs: Sequence[ComparedRun]) -> tuple[Table, list[str]]:
     results = [_compared_results(run) for run in runs]
     for label in results[0]:
         table.add_known(label, *(one[label] for one in results))
+        if label == RATE_OF_OWN_TREE:
+            _add_equal_sizes(table, "equal tree ({})", [_trees(run.report.tree) for run in runs])
+            chains = [_chains(run.report.tree) for run in runs]
+            _add_equal_sizes(table, "equal chain ({})", chains)
     return table, _comparison_notes(runs)
 
 
@@ -95,29 +102,54 @@ def _flat_settings(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
+def _trees(tree: TreeFigures | None) -> dict[int, Expected]:
+    """Return what calibration expects of a run's trees, by number of nodes."""
+    if tree is None:
+        return {}
+    return {**{size.nodes: size for size in tree.sizes or []}, tree.nodes: tree}
+
+
+def _chains(tree: TreeFigures | None) -> dict[int, Expected]:
+    """Return what calibration expects of a run's chains, by number of draft tokens."""
+    return {length.draft_tokens: length for length in tree.chain} if tree else {}
+
+
+def _add_equal_sizes(table: Table, label: str, runs: Sequence[Mapping[int, Expected]]) -> None:
+    """Add the expected rates at the largest size that all calibrated runs have in common."""
+    sizes = [set(rows) for rows in runs if rows]
+    common = set.intersection(*sizes) if sizes else set()
+    if common:
+        size = max(common)
+        cells = [expected_rate(rows.get(size)) for rows in runs]
+        table.add(f"expected, {label.format(size)}", *cells)
+
+
 def _compared_results(run: ComparedRun) -> dict[str, str]:
     """Format a run's results for the comparison, by row label.
 
     The labels are the same for all runs.
     """
     report = run.report
-    native, vllm = report.native, report.vllm
+    native, vllm, tree = report.native, report.vllm, report.tree
     plain = with_heads = heads = UNKNOWN
     check = NOT_RUN
     if report.check:
         check = "passed" if report.check.passed else "failed"
     if native:
-        plain, with_heads = rate(native.baseline_tokens_per_second), rate(native.tokens_per_second)
+        plain = speed_cell(native.baseline_tokens_per_second, native.baseline_range)
+        with_heads = speed_cell(native.tokens_per_second, native.range)
     if run.heads_bytes is not None:
         heads = f"{run.heads_bytes / 1e6:,.1f} MB"
     return {
         "check": check,
         "head 0's first guess right": percent(report.heads[0].top1) if report.heads else UNKNOWN,
-        "expected acceleration rate": expected_rate(report.tree),
+        "nodes of its own tree": count(tree.nodes if tree else None),
+        "draft tokens of its own chain": count(tree.num_speculative_tokens if tree else None),
+        RATE_OF_OWN_TREE: expected_rate(tree),
         "acceleration rate, native": measured_rate(native),
         "on new answers, native": on_new_answers(native),
         "overhead, native": overhead_of(native),
-        "speedup, native": speedup_of(native),
+        "speedup, native": native_speedup(native),
         "tokens/s with heads, native": with_heads,
         "tokens/s plain, native": plain,
         "acceleration rate, vLLM": measured_rate(vllm),

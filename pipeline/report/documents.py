@@ -33,7 +33,6 @@ from pipeline.report.facts import (
     headline_table,
     report_subtitle,
     report_title,
-    report_warnings,
     speed_outcomes,
 )
 from pipeline.report.report import Extras, Report
@@ -49,7 +48,8 @@ from pipeline.report.tables import (
     tree_table,
 )
 from pipeline.report.text_table import Table, escaped, markdown_section, print_tables, print_text
-from pipeline.report.what_to_serve import commands, what_to_serve_table
+from pipeline.report.warnings import report_warnings
+from pipeline.report.what_to_serve import what_to_serve_table
 
 TEMPLATES = Path(__file__).parent
 PAGES = jinja2.Environment(
@@ -84,8 +84,8 @@ def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
         "methods": methods_table(report),
         "heads": heads_table(report),
         "tree": tree_table(report, extras.calibration),
-        "sizes": sizes_table(report.tree),
-        "chain": chain_table(report.tree),
+        "sizes": sizes_table(report),
+        "chain": chain_table(report),
     }
     optional = {
         "categories": categories_table(report),
@@ -161,12 +161,12 @@ def print_report(report: Report, console: Console, directory: Path) -> None:
             print_text(f"- {failure}", console, "red")
     for warning in report_warnings(report):
         print_text(f"- {warning}", console, "yellow")
-    if report.vllm:
-        for advice in report.vllm.advice or []:
-            print_text(advice.text, console, "")
-        for command in commands(report.vllm.advice or []):
-            whole = Text(f"  {command.replace('RUN_DIR', shlex.quote(str(directory)))}", "dim")
-            console.print(whole, soft_wrap=True, highlight=False)
+    serve = what_to_serve_table(report)
+    for point in serve.points:
+        print_text(point, console, "")
+    for command in serve.commands:
+        whole = Text(f"  {command.replace('RUN_DIR', shlex.quote(str(directory)))}", "dim")
+        console.print(whole, soft_wrap=True, highlight=False)
     tables = [headline_table(report), stages_table(report)]
     quarantine = quarantine_table(report)
     if quarantine.rows:

@@ -24,6 +24,7 @@ from pipeline.artifacts.check_result import BatchRow, LoadRow
 from pipeline.artifacts.tree_file import Accuracy, TimedSize
 from pipeline.decoding.tree import TreePath
 from pipeline.report.report import CurvePoint, Extras, Report
+from pipeline.report.tables import shown_costs
 
 # Placeholder colours, replaced by CSS variables in `_render_svg`.
 INK, MUTED, LINE, CARD, ACCENT = (f"#0000{i:02x}" for i in range(1, 6))
@@ -71,7 +72,9 @@ def draw_plots(report: Report, extras: Extras) -> dict[str, str]:
         if calibration and not calibration.dynamic:
             plots["tree"] = plot_tree(calibration.choices, calibration.node_shares)
         if report.tree and report.tree.sizes:
-            plots["sizes"] = plot_tree_sizes(report.tree.sizes, report.tree.nodes)
+            rows = {size.nodes: size for size in report.tree.sizes}
+            shown = shown_costs(rows, report.tree.nodes, report)
+            plots["sizes"] = plot_tree_sizes([*shown.values()], report.tree.nodes)
         if studies.batch:
             sizes = [row.batch_size for row in studies.batch]
             plots["study_batch"] = plot_speeds(sizes, studies.batch, "sequences at once")
@@ -140,15 +143,13 @@ def _plot_losses(axes: Axes, points: Sequence[CurvePoint], k: int, **style: Any)
 
 
 def plot_tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Axes:
-    """Plot expected rate, overhead and speedup by number of tree nodes, and mark `chosen`."""
+    """Plot expected rate, step time and speed by number of tree nodes, and mark `chosen`."""
     axes = _axes("nodes")
     nodes = [size.nodes for size in sizes]
     rates = [size.expected_acceleration_rate for size in sizes]
     _plot_curve(axes, nodes, rates, color=SERIES[1], label="tokens per step")
-    _plot_curve(axes, nodes, [size.overhead for size in sizes], color=SERIES[2], label="overhead")
-    _plot_curve(
-        axes, nodes, [size.expected_speedup for size in sizes], color=ACCENT, label="speedup"
-    )
+    _plot_curve(axes, nodes, [size.overhead for size in sizes], color=SERIES[2], label="step time")
+    _plot_curve(axes, nodes, [size.expected_speedup for size in sizes], color=ACCENT, label="speed")
     _powers_of_two(axes, nodes)
     axes.axhline(1, color=MUTED, linestyle="--")
     axes.axvline(chosen, color=INK, linestyle=":", label=f"{chosen} used")

@@ -23,9 +23,6 @@ from pipeline.conversations.sources import FileCount, SkippedFile
 
 STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
 
-# Names in the study of trees.
-STOCK_TREE, SEARCHED_TREE = "stock (Vicuna-7B's)", "searched, stock size"
-
 
 @result
 class RunFacts:
@@ -51,6 +48,7 @@ class StageFigures:
 
     rows: int | None = None
     quarantined: int | None = None
+    train_rows: int | None = None
     samples: int | None = None  # answers to each training prompt
     sources: list[SourceFiles] | None = None
     tool_rows: int | None = None

@@ -6,13 +6,16 @@ An unknown cell is `-`. The table of a measurement that was not made has no rows
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
 
-from pipeline.artifacts.tree_file import Accuracy, Calibration, Expected, TreeFigures
+from pipeline.artifacts.tree_file import Accuracy, Calibration, Expected
 from pipeline.decoding.tree_search import fastest_choice
 from pipeline.formatting import (
     count,
     duration,
     percent,
+    quotient,
     rate,
     ratio,
     show,
@@ -23,8 +26,10 @@ from pipeline.report.facts import expected_rate, pairs
 from pipeline.report.report import STAGES, Report, StageFigures, TrainFigures
 from pipeline.report.text_table import NOT_RUN, Table
 
+Row = TypeVar("Row", bound=Expected)
+
 RANKS = ("top-1", "top-2", "top-3", "top-4", "top-5")
-EXPECTED = ("overhead", "expected rate", "expected speedup")
+EXPECTED = ("expected rate", "step time", "expected speed")
 
 
 def heads_table(report: Report) -> Table:
@@ -70,30 +75,25 @@ def tree_table(report: Report, calibration: Calibration | None) -> Table:
     return table
 
 
-def sizes_table(tree: TreeFigures | None) -> Table:
-    """Build the report's table of overhead, expected rate and expected speedup by tree size."""
+def sizes_table(report: Report) -> Table:
+    """Build the report's table of expected rate, and of step time and speed, by tree size."""
     table = Table("Tree sizes", ["nodes", *EXPECTED], empty="not measured", words=())
+    tree = report.tree
     if tree:
+        sizes = {size.nodes: size for size in tree.sizes or []}
         table.note = f"{count(tree.nodes)} nodes are used."
-        fastest = _fastest({size.nodes: size for size in tree.sizes or []})
-        if fastest not in (None, tree.nodes):
-            table.note += f" On this machine, calibrate.nodes: auto would use {count(fastest)}."
-        for size in tree.sizes or []:
-            table.add(count(size.nodes), *_expected_cells(size))
+        _add_expected(table, sizes, tree.nodes, "nodes", report)
     return table
 
 
-def chain_table(tree: TreeFigures | None) -> Table:
-    """Build the report's table of overhead, expected rate and speedup by vLLM's draft tokens."""
+def chain_table(report: Report) -> Table:
+    """Build the report's table of expected rate, step time and speed by vLLM's draft tokens."""
     table = Table("Chain", ["tokens", *EXPECTED], words=())
+    tree = report.tree
     if tree:
-        drafted = count(tree.num_speculative_tokens)
-        table.note = f"vLLM drafts {drafted} first guesses a step. Overheads here are native ones."
-        fastest = _fastest({length.draft_tokens: length for length in tree.chain})
-        if fastest not in (None, tree.num_speculative_tokens):
-            table.note += f" On this machine, calibrate.draft_tokens: auto would use {fastest}."
-        for length in tree.chain:
-            table.add(count(length.draft_tokens), *_expected_cells(length))
+        lengths = {length.draft_tokens: length for length in tree.chain}
+        table.note = f"vLLM drafts {count(tree.num_speculative_tokens)} first guesses a step."
+        _add_expected(table, lengths, tree.num_speculative_tokens, "draft_tokens", report)
     return table
 
 
@@ -108,9 +108,43 @@ def _fastest(sizes: Mapping[int, Expected]) -> int | None:
     return fastest_choice(rates, overheads) if rates else None
 
 
-def _expected_cells(expected: Expected) -> tuple[str, str, str]:
-    """Format overhead, expected rate and expected speedup as cells of a report's table."""
-    return times(expected.overhead), expected_rate(expected), times(expected.expected_speedup)
+def _add_expected(
+    table: Table, rows: Mapping[int, Expected], used: int, setting: str, report: Report
+) -> None:
+    """Add expected rate, step time and speed of each size to a table of the report.
+
+    `setting` chose the size that is used; the note says which one `auto` would use.
+    """
+    fastest = _fastest(rows)
+    if fastest not in (None, used):
+        table.note += f" On this machine, calibrate.{setting}: auto would use {count(fastest)}."
+    unit = "the size in use" if is_relative(rows, used, report) else "plain decoding"
+    table.note += f" Step time and speed, timed natively at calibration, are relative to {unit}."
+    for size, row in shown_costs(rows, used, report).items():
+        cells = times(row.overhead), times(row.expected_speedup)
+        table.add(count(size), expected_rate(row), *cells)
+
+
+def is_relative(rows: Mapping[int, Expected], used: int, report: Report) -> bool:
+    """Return whether costs are relative to the size in use, and not to plain decoding.
+
+    They are once the check has measured the overhead of the run's own tree, so that the report has
+    one overhead of a tree.
+    """
+    return report.native is not None and used in rows and rows[used].overhead is not None
+
+
+def shown_costs(rows: Mapping[int, Row], used: int, report: Report) -> dict[int, Row]:
+    """Return the rows with the overheads and speedups that the report shows, see `is_relative`."""
+    if not is_relative(rows, used, report):
+        return dict(rows)
+    own = rows[used]
+    shown = {}
+    for size, row in rows.items():
+        overhead = quotient(row.overhead, own.overhead)
+        speedup = quotient(row.expected_speedup, own.expected_speedup)
+        shown[size] = replace(row, overhead=overhead, expected_speedup=speedup)
+    return shown
 
 
 def drift_table(report: Report) -> Table:

@@ -1,24 +1,146 @@
-"""The report's first table: what to serve in vLLM, and each method's speed at each load."""
+"""What to serve in vLLM: one recommendation for each number of requests at once.
+
+A method whose greedy text is not the target's is never chosen, and a speed counts as far as its
+requests are within `check.slo`. Of methods within each other's repeats the simplest is chosen:
+plain decoding before drafts without heads, and these before heads.
+"""
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from pipeline.artifacts.check_result import (
-    HEADS,
-    PLAIN,
-    ServingAdvice,
-    ServingChoice,
-    VllmFigures,
-)
-from pipeline.formatting import UNKNOWN, count, percent, rate, ratio
-from pipeline.report.facts import greedy_matches
+from pipeline.artifacts.check_result import HEADS, PLAIN, LoadRow, ServedMethod, VllmFigures
+from pipeline.formatting import UNKNOWN, count, percent, ratio, times
+from pipeline.report.facts import greedy_matches, rough_note
 from pipeline.report.report import Report
+from pipeline.report.speeds import Repeats, is_disturbed, speed_cell
 from pipeline.report.text_table import Table
+
+SERVE = "medusa-distill serve RUN_DIR"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to serve with `requests` at once, in words; without a method, why none is named."""
+
+    requests: int
+    text: str
+    method: str | None = None
+    command: str | None = None
+
+    @property
+    def line(self) -> str:
+        """The advice as a line of the report."""
+        return f"{at_a_time(self.requests)}: {self.text}"
+
+
+def at_a_time(requests: int) -> str:
+    """Name a load: `1 request at a time`, `8 at a time`."""
+    return "1 request at a time" if requests == 1 else f"{count(requests)} at a time"
+
+
+def load_rows(report: Report) -> list[LoadRow]:
+    """Return the rows of all methods at all loads: the load study's, or else the check's."""
+    found = report.studies.load
+    if found is None and report.vllm is not None:
+        found = report.vllm.loads
+    return found or []
+
+
+def serving_advice(report: Report) -> list[Advice]:
+    """Return what to serve at each measured load, from few requests to many."""
+    if report.vllm is None:
+        return []
+    by_load: dict[int, list[LoadRow]] = {}
+    for row in load_rows(report):
+        by_load.setdefault(row.requests, []).append(row)
+    methods = {method.name: method for method in report.vllm.methods or []}
+    return [_advice(requests, by_load[requests], methods) for requests in sorted(by_load)]
+
+
+def _advice(requests: int, rows: Sequence[LoadRow], methods: dict[str, ServedMethod]) -> Advice:
+    """Return what to serve at one load, whose rows are those of all methods."""
+    for row in rows:
+        if requests == 1 and is_disturbed(row):
+            text = (
+                f"not known. {row.method} gained {times(row.speedup)} with"
+                f" {ratio(row.acceleration_rate)} tokens per step, so other load slowed plain vLLM."
+                " Check again on an idle machine."
+            )
+            return Advice(requests, text, command="medusa-distill run RUN_DIR --fresh check")
+    first = rows[0]
+    plain = Repeats.of(
+        PLAIN,
+        first.baseline_tokens_per_second,
+        first.baseline_range,
+        first.baseline_within_slo,
+    )
+    measured = [plain]
+    for row in rows:
+        match = methods[row.method].greedy_match
+        if match is None or not match.differing:
+            measured.append(
+                Repeats.of(row.method, row.tokens_per_second, row.range, row.within_slo)
+            )
+    measured.sort(key=lambda each: -each.speed)
+    fastest = measured[0]
+    if not fastest.speed:
+        return Advice(requests, "no request is within check.slo.")
+    served = min(
+        (each for each in measured if each.overlaps(fastest)),
+        key=lambda each: _complexity(each.method),
+    )
+    text = _verdict(served, plain)
+    for other in measured:
+        if other is not served:
+            text += _next_best(other, served)
+            break
+    return Advice(requests, f"{text}.", served.method, _command(methods.get(served.method)))
+
+
+def _complexity(method: str) -> int:
+    """Rank methods: plain decoding, drafts without heads, heads."""
+    if method == PLAIN:
+        return 0
+    return 2 if method.startswith(HEADS) else 1
+
+
+def _verdict(served: Repeats, plain: Repeats) -> str:
+    """Name the method to serve, and its speedup over plain vLLM."""
+    if served is plain:
+        return "plain vLLM"
+    if not plain.speed:
+        return f"{served.method}; plain vLLM answers no request within check.slo"
+    return f"{served.method}, {served.over(plain)} plain ({served.range_over(plain)})"
+
+
+def _next_best(other: Repeats, served: Repeats) -> str:
+    """Say how the fastest other method compares, if it is within the repeats or plain is served."""
+    figures = f"({other.over(served)}, {other.range_over(served)})"
+    name = "plain vLLM" if other.method == PLAIN else other.method
+    if other.overlaps(served):
+        verb = "are" if name.startswith(HEADS) else "is"
+        return f"; {name} {verb} within its repeats {figures}"
+    return f"; next: {name} {figures}" if served.method == PLAIN else ""
+
+
+def _command(method: ServedMethod | None) -> str:
+    """Return the command that serves a method; None is plain decoding."""
+    if method is None:
+        return f"{SERVE} --plain"
+    config = method.speculative_config or {}
+    if method.name == HEADS:
+        return SERVE
+    if method.name.startswith(HEADS):
+        return f"{SERVE} --draft-tokens {config['num_speculative_tokens']}"
+    return f"{SERVE} --plain -- --speculative-config {shlex.quote(json.dumps(config))}"
 
 
 def what_to_serve_table(report: Report) -> Table:
-    """Build the report's table of vLLM's methods by load, the fastest marked unless there is a tie.
+    """Build the report's table of the speed of vLLM's methods by load, with what to serve.
 
     Commands are of the report's run; a report without one has none.
     """
@@ -26,51 +148,45 @@ def what_to_serve_table(report: Report) -> Table:
     vllm = report.vllm
     if vllm is None:
         return table
-    choices = {choice.requests: choice for choice in vllm.choices or []}
-    advice = vllm.advice or []
-    table.points = [each.text for each in advice]
+    advice = serving_advice(report)
+    table.points = [each.line for each in advice]
+    rough = rough_note(vllm)
+    if rough:
+        table.points.insert(0, rough)
     table.note = " ".join(_remarks(report, vllm))
     if report.run:
-        table.commands = commands(advice)
+        table.commands = _commands(advice)
     plain = [PLAIN, ratio(1.0), UNKNOWN]
-    margins = ["margin over the next", "", ""]
     cells: dict[str, list[str]] = {PLAIN: plain}
     for method in vllm.methods or []:
-        cells[method.name] = [
-            method.name,
-            ratio(method.acceleration_rate),
-            greedy_matches(method.greedy_match),
-        ]
-    for row in report.studies.load or vllm.loads or []:
-        choice = choices.get(row.requests)
-        best = choice.method if choice and choice.is_beyond_scatter else None
+        per_step, identical = ratio(method.acceleration_rate), greedy_matches(method.greedy_match)
+        cells[method.name] = [method.name, per_step, identical]
+    for row in load_rows(report):
         if row.method == HEADS:
             table.columns.append(f"tokens/s, {count(row.requests)} at once")
-            margins.append(_margin(choice))
-            plain.append(
-                _speed(row.baseline_tokens_per_second, row.baseline_within_slo, best == PLAIN)
-            )
-        cells[row.method].append(_speed(row.tokens_per_second, row.within_slo, best == row.method))
+            speed = speed_cell(row.baseline_tokens_per_second, row.baseline_range)
+            plain.append(speed + _in_time(row.baseline_within_slo))
+        speed = speed_cell(row.tokens_per_second, row.range)
+        cells[row.method].append(speed + _in_time(row.within_slo))
     for row_cells in cells.values():
         if len(row_cells) > 3:
             table.add(*row_cells)
     if table.rows:
-        table.add(*margins)
+        table.add("to serve", "", "", *(each.method or UNKNOWN for each in advice))
     return table
 
 
 def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
     """Return the sentences of the table's note: what the columns mean, and what is missing."""
-    measured = "of vLLM's server" if report.studies.load else "of vLLM without a server"
+    measured = "vLLM's server" if report.studies.load else "vLLM without a server"
     remarks = [
-        f"Tokens/s are those {measured} with so many requests at once, on the check's prompts,"
-        " and depend on the text. Per step: tokens kept per forward of the target."
-        " Identical: greedy answers equal to plain vLLM's. Tie: neither of the two fastest is"
-        " the faster one in every repeat. Native speeds, and waiting times in the study of load,"
-        " are in the tables below. check.draft_tokens adds rows of heads with other numbers of"
-        " drafts per step, and check.slo limits waiting times."
+        f"Tokens/s of {measured}, on the check's prompts, with the slowest and the fastest repeat."
+        " Per step: tokens kept per forward of the target. Identical: greedy answers equal to plain"
+        " vLLM's. If the repeats of two methods overlap, the simpler one is named: plain before"
+        " n-grams, n-grams before heads. check.draft_tokens adds heads with other numbers of"
+        " drafts, and check.slo limits waiting times."
     ]
-    if report.run and vllm.advice:
+    if report.run:
         remarks.append("RUN_DIR is this run's directory.")
     for method in vllm.methods or []:
         if method.failed:
@@ -80,30 +196,17 @@ def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
     return remarks
 
 
-def commands(advice: Sequence[ServingAdvice]) -> list[str]:
+def _commands(advice: Sequence[Advice]) -> list[str]:
     """Return each command once, with the loads that it is for as a comment."""
     loads: dict[str, list[str]] = {}
     for each in advice:
-        loads.setdefault(each.command, []).append(each.loads)
+        if each.command:
+            loads.setdefault(each.command, []).append(count(each.requests))
     return [
-        f"{command}  # {'; '.join(of_command).lower()}" for command, of_command in loads.items()
+        f"{command}  # {', '.join(of_command)} at a time" for command, of_command in loads.items()
     ]
 
 
-def _margin(choice: ServingChoice | None) -> str:
-    """Format by how much the fastest method is faster than the next, or that the two tie."""
-    if choice is None:
-        return "not judged"
-    if choice.margin is None:
-        return UNKNOWN
-    if not choice.is_beyond_scatter:
-        return f"tie with {choice.second}"
-    return f"{percent(choice.margin)} over {choice.second}"
-
-
-def _speed(tokens_per_second: float | None, within_slo: float | None, is_best: bool) -> str:
-    """Format a speed, with the share of requests within `check.slo`, and mark the fastest."""
-    speed = rate(tokens_per_second)
-    if within_slo is not None:
-        speed += f" ({percent(within_slo)} in time)"
-    return f"{speed} (fastest)" if is_best else speed
+def _in_time(within_slo: float | None) -> str:
+    """Format the share of requests within `check.slo` as an addition to a speed."""
+    return "" if within_slo is None else f", {percent(within_slo)} in time"

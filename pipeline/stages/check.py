@@ -57,7 +57,6 @@ from pipeline.evaluation.prompts import (
 )
 from pipeline.evaluation.references import exact_match, read_references
 from pipeline.evaluation.served import load_study, with_expectations
-from pipeline.evaluation.serving_choice import with_choices
 from pipeline.evaluation.vllm_methods import longest_draft
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
@@ -191,7 +190,7 @@ class CheckEngines:
         if "load" in request.settings.studies:
             load, failed = self.call(load_study, "vllm", request=request)
             figures = replace(
-                with_choices(figures, load),
+                figures,
                 studies=Studies(load=load),
                 failed_loads=failed or None,
                 batch_limits=self.batch_limits(result.hardware or {}),

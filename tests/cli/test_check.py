@@ -16,7 +16,6 @@ from pipeline.artifacts.check_result import (
     GreedyMatch,
     LoadRow,
     ServedMethod,
-    ServingAdvice,
     VllmFigures,
 )
 from tests.cli.tables import one_paragraph
@@ -89,11 +88,8 @@ def asked_of_vllm(monkeypatch, accepted: float) -> list[dict]:
         asked.append(dict(request.speculative_config))
         match = GreedyMatch(6, 6, 0)
         rates = {"acceleration_rate": 1 + accepted, "accepted_per_position": [accepted]}
-        advice = [ServingAdvice(loads="1", text="Serve heads.", command="serve RUN_DIR")]
-        load = {
-            "loads": [LoadRow(method="heads", requests=1, tokens_per_second=9.0)],
-            "advice": advice,
-        }
+        speeds = {"tokens_per_second": 9.0, "baseline_tokens_per_second": 6.0}
+        load = {"loads": [LoadRow(method="heads", requests=1, **speeds)]}
         methods = [ServedMethod(name="heads", greedy_match=match)]
         return CheckResult(vllm=VllmFigures(greedy_match=match, methods=methods, **rates, **load))
 
@@ -179,5 +175,7 @@ def test_heads_with_attention_are_served_by_vllm_only(checked, tmp_path, monkeyp
     served = checked(tmp_path, "--draft-tokens", 3, engine="vllm", prompts=questions)
     assert served.code == 0 and "an EAGLE-1 model with attention" in served.out
     assert asked == [{"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 3}]
-    assert 0 < served.out.index("- Serve heads.") < served.out.index("Check  ")
+    advice = served.out.index("- 1 request at a time: heads, 1.50x plain (one repeat).")
+    assert 0 < served.out.index("- Rough figures: the check decoded 6 prompts.") < advice
+    assert advice < served.out.index("Check  ")
     assert "RUN_DIR" not in served.out

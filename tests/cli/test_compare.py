@@ -41,7 +41,7 @@ def test_runs_stand_side_by_side(command, sweep, finished_run):
     assert rows["check"] == ["passed", "not run", "passed"]
     heads = (latest(finished_run, "export").path / "medusa_lm_head.safetensors").stat().st_size
     assert rows["exported heads"] == [f"{heads / 1e6:.1f} MB", "-", f"{heads / 1e6:.1f} MB"]
-    assert len(rows["training"]) == len(rows["expected acceleration rate"]) == 3
+    assert len(rows["training"]) == len(rows["expected, its own tree"]) == 3
     assert "stopped is unfinished: export, check." in ended.out
     assert "whole is unfinished" not in ended.out
     assert "checked on different questions" in ended.out
@@ -83,6 +83,32 @@ def test_other_machines_targets_and_load_are_named():
     assert rows["check"] == ("passed", "failed")
     assert len(notes) == 3 and notes[0].startswith("b:")
     assert "machines" in notes[1] and "targets" in notes[2]
+
+
+def calibrated(name: str, nodes: int, rate: float, chain: list[float]) -> ComparedRun:
+    """A run with a tree of 3 nodes or fewer, and chains of 1, 2, … draft tokens, all drafted."""
+    tree = {"nodes": nodes, "depth": 1, "source": "joint", "text": "t", "tokens_by_depth": []}
+    tree |= {"answers": 9, "seen_share": 0.0, "new": {"answers": 9}}
+    tree |= {"expected_acceleration_rate": rate, "num_speculative_tokens": len(chain)}
+    tree["sizes"] = [{"nodes": 1, "expected_acceleration_rate": chain[0]}]
+    tree["chain"] = [
+        {"draft_tokens": number, "expected_acceleration_rate": of, "new": {"answers": 9}}
+        for number, of in enumerate(chain, start=1)
+    ]
+    return ComparedRun(name, from_json(Report, {"tree": tree}), {})
+
+
+def test_rates_are_compared_at_an_equal_chain_and_tree():
+    """Two draft tokens beside one: at their own sizes the order is the other way round."""
+    runs = [calibrated("two", 2, 1.28, [1.17, 1.28]), calibrated("one", 1, 1.21, [1.21])]
+    runs.append(ComparedRun("none", Report(), {}))
+    table, _ = compare_runs(runs)
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["nodes of its own tree"] == ("2", "1", "-")
+    assert rows["draft tokens of its own chain"] == ("2", "1", "-")
+    assert rows["expected, its own tree"] == ("1.28", "1.21", "-")
+    assert rows["expected, equal tree (1)"] == ("1.17", "1.21", "-")
+    assert rows["expected, equal chain (1)"] == ("1.17", "1.21", "-")
 
 
 def test_what_auto_has_chosen_is_shown():

@@ -50,6 +50,15 @@ def test_a_single_category_has_no_row_of_its_own():
     assert served_method("ngram", CONFIG, prompts, texts, texts, MATCH).categories == []
 
 
+def test_the_rate_one_at_a_time_is_that_of_the_prompts_decoded_so():
+    """The first text gains 4, which is more than the pooled rate of 2.5."""
+    prompts = [Prompt("a", [1]), Prompt("b", [2])]
+    texts = VLLMTexts([[0] * 5] * 2, [[4], [1]], [1.0], [{0: 1.0}])
+    method = served_method("ngram", CONFIG, prompts, texts, texts, MATCH)
+    in_turn, at_once = load_rows_of_check(method, texts, texts)
+    assert (in_turn.acceleration_rate, at_once.acceleration_rate) == (4.0, 2.5)
+
+
 def test_one_prompt_has_one_load():
     texts = VLLMTexts([[1, 2]], [[1]], [1.0], [{0: 1.0}])
     method = served_method("ngram", CONFIG, [Prompt("a", [1])], texts, texts, MATCH)

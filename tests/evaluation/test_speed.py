@@ -53,6 +53,8 @@ def test_rates_are_pooled_over_sequences_and_seconds_are_medians():
         speedup=pytest.approx(1.2),
         tokens_per_second=pytest.approx(12.0),
         baseline_tokens_per_second=pytest.approx(10.0),
+        range=[pytest.approx(12 / 14, abs=0.01), pytest.approx(12.0)],
+        baseline_range=[pytest.approx(10.0)] * 2,
         time_to_first_token=pytest.approx(0.25),  # of 0.2, 0.2, 0.2, 0.3, 0.3, 0.7
         baseline_time_to_first_token=pytest.approx(0.1),
     )
@@ -88,6 +90,7 @@ def test_another_method_is_measured_against_plain_decoding():
     found = baseline_figures(PROMPTS, [{"plain": PLAIN, "generate": other}], "generate")
     assert found.acceleration_rate == pytest.approx(12 / 8)
     assert found.speedup == pytest.approx(2.0) and found.tokens_per_second == pytest.approx(20.0)
+    assert found.range is None, "one repeat has none"
 
 
 def test_methods_take_turns_and_each_prompt_is_counted_once():

@@ -210,17 +210,15 @@ def test_a_local_target_is_never_named(base_model):
         assert "a local model" in card.lower() and ModelCard(card).data.base_model is None
 
 
-def test_the_fastest_method_at_each_load_is_marked():
+def test_what_to_serve_at_each_load_is_stated():
     load = {"method": "heads", "requests": 1, "tokens_per_second": 150}
     served = {
         **VLLM,
         "methods": [{"name": "heads", "acceleration_rate": 2.0}],
         "loads": [{**load, "baseline_tokens_per_second": 100}],
-        "choices": [
-            {"requests": 1, "method": "heads", "second": "plain", "is_beyond_scatter": True}
-        ],
     }
     card = card_of(with_check(vllm=served))
     rows = table_under(card, "Results")
-    assert ["plain", "1.00", "-", "100"] in rows and ["heads", "2.00", "-", "150 (fastest)"] in rows
+    assert ["plain", "1.00", "-", "100"] in rows and ["heads", "2.00", "-", "150"] in rows
+    assert "- 1 request at a time: heads, 1.50x plain (one repeat)." in card
     assert "drafts that cost no training" not in card_of()

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from pipeline.artifacts.json_form import from_json
 from pipeline.report.documents import print_report, render_html, report_texts
+from pipeline.report.facts import headline_table
 from pipeline.report.report import Extras, Report
 
 HEADS = [
@@ -144,6 +145,23 @@ def printed(report: dict, **options: Any) -> str:
     buffer = io.StringIO()
     print_report(typed(report), Console(file=buffer, **options), Path("my-run"))
     return buffer.getvalue()
+
+
+def figures_of(report: dict) -> dict[str, tuple[str, ...]]:
+    """The values and notes of the headline by label."""
+    return {row[0]: row[1:] for row in headline_table(typed(report)).rows}
+
+
+def with_seen_answers(report: dict, num_new: int) -> None:
+    """32 answers of the check, `num_new` of them new, and 40 of calibration, ten of them seen."""
+    expected = {"expected_acceleration_rate": 4.0, "expected_standard_error": 0.2}
+    new = {"answers": 30, "expected_acceleration_rate": 2.0, "expected_standard_error": 0.1}
+    report["tree"] = TREE | expected | {"seen_share": 0.25, "new": new}
+    new = {"answers": num_new}
+    if num_new >= 8:
+        new |= {"acceleration_rate": 2.1, "standard_error": 0.1}
+    native = {"acceleration_rate": 2.3, "standard_error": 0.1, "new": new}
+    report["check"]["native"] |= native | {"seen_share": 1 - num_new / 32}
 
 
 @pytest.fixture

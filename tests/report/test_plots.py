@@ -71,7 +71,7 @@ def test_the_chosen_size_and_every_measured_one_are_named():
     axes = plots.plot_tree_sizes(sizes, 9)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "4", "64"]
     curves = curves_in(axes)
-    assert curves["overhead"] == [[1, 1.1], [4, 1.1], [64, 1.1]] and "9 used" in curves
+    assert curves["step time"] == [[1, 1.1], [4, 1.1], [64, 1.1]] and "9 used" in curves
 
 
 def test_speeds_are_drawn_plain_and_with_heads():

@@ -1,99 +1,187 @@
-"""The table of what to serve."""
+"""What to serve: one line for each load, from the measured rows alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from pipeline.artifacts.check_result import (
     CheckFigures,
     GreedyMatch,
     LoadRow,
-    NativeFigures,
     ServedMethod,
-    ServingAdvice,
-    ServingChoice,
+    Studies,
     VllmFigures,
 )
 from pipeline.report.report import Report, RunFacts
 from pipeline.report.text_table import markdown_section
-from pipeline.report.what_to_serve import what_to_serve_table
+from pipeline.report.what_to_serve import serving_advice, what_to_serve_table
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
-FIVE = {"method": "eagle", "num_speculative_tokens": 5}
-
-
-def choice(requests: int, method: str, second: str, *, is_beyond=True, margin=None):
-    return ServingChoice(
-        requests=requests,
-        method=method,
-        second=second,
-        is_beyond_scatter=is_beyond,
-        margin=margin,
-    )
+EXACT = GreedyMatch(16, 16, 0)
+SERVE = "medusa-distill serve RUN_DIR"
+PLAIN_RANGE = [95, 105]
 
 
-def report_of(*choices: ServingChoice, failed: str | None = None) -> Report:
-    match = GreedyMatch(2, 2, 0)
+def row(method: str, requests: int, speed: float, *repeats: float, **more) -> LoadRow:
+    """The speed of a method beside plain decoding's 100, 95 to 105 tokens/s."""
+    plain = {"baseline_tokens_per_second": 100.0, "baseline_range": PLAIN_RANGE}
+    more = plain | {"range": list(repeats) or None} | more
+    return LoadRow(method=method, requests=requests, tokens_per_second=speed, **more)
+
+
+def report_of(*rows: LoadRow, match: GreedyMatch = EXACT, **more) -> Report:
+    """A report with these loads; the greedy text of the heads has this match."""
+    config = {"method": "eagle", "num_speculative_tokens": 5}
     methods = [
         ServedMethod(name="heads", acceleration_rate=2.0, greedy_match=match),
-        ServedMethod(name="heads, 5", speculative_config=FIVE, greedy_match=match),
-        ServedMethod(name="ngram", speculative_config=NGRAM, greedy_match=match),
-        ServedMethod(name="suffix", failed=failed),
+        ServedMethod(name="heads with 5 drafts", speculative_config=config),
+        ServedMethod(name="ngram", acceleration_rate=1.1, speculative_config={"method": "ngram"}),
+        ServedMethod(name="suffix", failed="It died."),
     ]
-    loads = []
-    for name in ("heads", "heads, 5", "ngram"):
-        for requests in (1, 32):
-            loads.append(
-                LoadRow(
-                    method=name,
-                    requests=requests,
-                    tokens_per_second=150.0 * requests,
-                    baseline_tokens_per_second=100.0 * requests,
-                )
-            )
     vllm = VllmFigures(
         acceleration_rate=2.0,
         greedy_match=match,
         methods=methods,
-        loads=loads,
-        choices=list(choices),
-        advice=[
-            ServingAdvice(
-                loads="1 and 32 at a time", text="Serve it.", command="medusa-distill serve RUN_DIR"
-            )
-        ],
+        loads=list(rows),
         failed_loads={"suffix": "too slow"},
+        **more,
     )
-    native = NativeFigures(acceleration_rate=2.0, greedy_match=match)
     run = RunFacts(name="demo", date="2026-11-26", fingerprints={})
-    check = CheckFigures(native=native, vllm=vllm, passed=True, failures=[])
-    return Report(run=run, target="my/model", check=check)
+    return Report(run=run, check=CheckFigures(vllm=vllm, passed=True, failures=[]))
 
 
-def test_the_fastest_of_each_load_is_marked():
-    found = report_of(
-        choice(1, "heads", "ngram", margin=0.25),
-        choice(32, "plain", "heads"),
-        failed="broken",
+def lines_of(*rows: LoadRow, **more) -> list[str]:
+    return [advice.line for advice in serving_advice(report_of(*rows, **more))]
+
+
+def test_each_load_has_one_line_and_its_command():
+    """150/100, 140/105 and 160/95; 80/100, 78/105 and 85/95."""
+    report = report_of(
+        row("heads", 1, 150, 140, 160),
+        row("heads", 8, 80, 78, 85),
+        row("ngram", 1, 120, 118, 122),
+        row("ngram", 8, 90, 88, 92),
     )
-    table = what_to_serve_table(found)
-    rows = {row[0]: row for row in table.rows}
-    assert list(rows) == ["plain", "heads", "heads, 5", "ngram", "margin over the next"]
-    assert rows["margin over the next"][3:] == ("25.0% over ngram", "-")
-    assert [cell.endswith("(fastest)") for cell in rows["plain"][3:]] == [False, True]
-    assert [cell.endswith("(fastest)") for cell in rows["heads"][3:]] == [True, False]
-    assert not any("(fastest)" in cell for cell in rows["ngram"])
-    assert table.points == ["Serve it."] and "RUN_DIR is this run's directory." in table.note
-    assert "suffix failed: broken. suffix failed under load: too slow." in table.note
+    one, eight = serving_advice(report)
+    assert one.line == "1 request at a time: heads, 1.50x plain (1.33 to 1.68)."
+    assert (one.method, one.command) == ("heads", SERVE)
+    assert eight.line == "8 at a time: plain vLLM; next: ngram (0.90x, 0.84 to 0.97)."
+    assert (eight.method, eight.command) == ("plain", f"{SERVE} --plain")
+
+
+@pytest.mark.parametrize(
+    ("rows", "served"),
+    [
+        (
+            [row("heads", 8, 116, 98, 140), row("ngram", 8, 97, 90, 102)],
+            "plain vLLM; heads are within its repeats (1.16x, 0.93 to 1.47)",
+        ),
+        (
+            [row("heads", 8, 97, 90, 104)],
+            "plain vLLM; heads are within its repeats (0.97x, 0.86 to 1.09)",
+        ),
+        (
+            [row("heads", 8, 130, 115, 140), row("ngram", 8, 120, 110, 125)],
+            "ngram, 1.20x plain (1.05 to 1.32); heads are within its repeats (1.08x, 0.92 to 1.27)",
+        ),
+        (
+            [row("heads", 8, 120, 115, 140), row("heads with 5 drafts", 8, 130, 110, 135)],
+            "heads with 5 drafts, 1.30x plain (1.05 to 1.42); heads are within its repeats"
+            " (0.92x, 0.85 to 1.27)",
+        ),
+        ([row("heads", 8, 120)], "heads, 1.20x plain (one repeat)"),
+        (
+            [row("heads", 8, 104)],
+            "plain vLLM; heads are within its repeats (1.04x, one repeat)",
+        ),
+    ],
+)
+def test_within_the_repeats_the_simpler_method_is_named(rows, served):
+    assert lines_of(*rows) == [f"8 at a time: {served}."]
+
+
+def test_a_method_with_another_text_is_not_served():
+    rows = [row("heads", 8, 150, 149, 151), row("ngram", 8, 120, 119, 121)]
+    (line,) = lines_of(*rows, match=GreedyMatch(32, 31, 0))
+    assert line.startswith("8 at a time: ngram, 1.20x plain")
+    (line,) = lines_of(*rows, match=GreedyMatch(32, 31, 1))
+    assert line.startswith("8 at a time: heads, 1.50x plain"), "it differs at a tie"
+
+
+def test_requests_out_of_time_do_not_count():
+    """Heads are faster, and late in half of the requests; then plain decoding is always late."""
+    late = row("heads", 2, 150, 140, 160, within_slo=0.5, baseline_within_slo=1.0)
+    alone = row("heads", 4, 150, 140, 160, within_slo=0.5, baseline_within_slo=0.0)
+    none = row("heads", 8, 150, 140, 160, within_slo=0.0, baseline_within_slo=0.0)
+    report = report_of(late, alone, none)
+    assert [advice.line for advice in serving_advice(report)] == [
+        "2 at a time: plain vLLM; next: heads (0.75x, 0.67 to 0.84).",
+        "4 at a time: heads; plain vLLM answers no request within check.slo.",
+        "8 at a time: no request is within check.slo.",
+    ]
+    table = what_to_serve_table(report)
+    assert table.rows[1][3:5] == ("150 (140 to 160), 50.0% in time",) * 2
+    assert table.commands == [f"{SERVE} --plain  # 2 at a time", f"{SERVE}  # 4 at a time"]
+
+
+def test_other_load_is_noticed_one_request_at_a_time():
+    """A step of n-grams adds 1.1 tokens, so 1.25x is too much; in a batch it may be right."""
+    too_fast = {"speedup": 1.25, "acceleration_rate": 1.1}
+    rows = [row("ngram", requests, 125, 124, 126, **too_fast) for requests in (1, 8)]
+    one, eight = serving_advice(report_of(*rows))
+    assert one.line.startswith(
+        "1 request at a time: not known. ngram gained 1.25x with 1.10 tokens"
+    )
+    assert (one.method, one.command) == (None, "medusa-distill run RUN_DIR --fresh check")
+    assert eight.method == "ngram"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "seen", "rough"),
+    [
+        (16, 0.25, []),
+        (15, None, ["Rough figures: the check decoded 15 prompts. Check with 32 or more"]),
+        (16, 0.26, ["Rough figures: 26.0% of its answers are in the training text. Check"]),
+    ],
+)
+def test_few_prompts_or_seen_answers_want_another_check(prompts, seen, rough):
+    match = GreedyMatch(prompts, prompts, 0)
+    report = report_of(row("heads", 1, 150, 140, 160), match=match, seen_share=seen)
+    *found, last = what_to_serve_table(report).points
+    assert len(found) == len(rough) and last.startswith("1 request at a time: heads")
+    assert all(line.startswith(words) for line, words in zip(found, rough, strict=True))
+
+
+def test_the_table_has_the_ranges_that_decide():
+    report = report_of(
+        row("heads", 1, 150, 140, 160),
+        row("heads", 32, 103, 98, 120),
+        row("ngram", 1, 120),
+        row("ngram", 32, 90, 88, 92),
+    )
+    table = what_to_serve_table(report)
+    assert [cells[0] for cells in table.rows] == ["plain", "heads", "ngram", "to serve"]
+    assert table.rows[0][3:] == ("100 (95 to 105)",) * 2
+    assert table.rows[1][3:] == ("150 (140 to 160)", "103 (98 to 120)")
+    assert table.rows[2][3] == "120"
+    assert table.rows[3][3:] == ("heads", "plain")
+    assert "suffix failed: It died.. suffix failed under load: too slow." in table.note
     section = markdown_section(table)
-    assert section.startswith("## What to serve\n\n- Serve it.\n\nTokens/s are")
-    assert section.endswith("\n\n```bash\nmedusa-distill serve RUN_DIR  # 1 and 32 at a time\n```")
+    assert section.startswith("## What to serve\n\n- 1 request at a time: heads")
+    assert section.endswith(
+        f"\n\n```bash\n{SERVE}  # 1 at a time\n{SERVE} --plain  # 32 at a time\n```"
+    )
+    alone = what_to_serve_table(replace(report, run=None))  # heads that were measured without a run
+    assert not alone.commands and "RUN_DIR" not in alone.note and alone.rows == table.rows
     assert what_to_serve_table(Report()).rows == []
-    tie = choice(1, "plain", "ngram", is_beyond=False, margin=0.1)
-    plain, *_, last = what_to_serve_table(report_of(tie)).rows
-    assert (plain[3], last[3]) == ("100", "tie with ngram")
-    disturbed = what_to_serve_table(report_of(found.vllm.choices[0]))
-    assert disturbed.rows[-1][3:] == ("25.0% over ngram", "not judged")
-    alone = what_to_serve_table(replace(found, run=None))  # heads that were measured without a run
-    assert not alone.commands and "RUN_DIR" not in alone.note
-    assert alone.rows == table.rows
+
+
+def test_the_load_study_replaces_the_check_s_own_loads():
+    load = [row("ngram", 4, 150, 140, 160)]
+    (line,) = lines_of(row("heads", 1, 150, 140, 160), studies=Studies(load=load))
+    assert line.startswith("4 at a time: ngram")
+    ngram = serving_advice(report_of(*load))[0].command
+    assert ngram == f'{SERVE} --plain -- --speculative-config \'{{"method": "ngram"}}\''
+    five = serving_advice(report_of(row("heads with 5 drafts", 4, 150, 140, 160)))[0].command
+    assert five == f"{SERVE} --draft-tokens 5"
