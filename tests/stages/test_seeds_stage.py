@@ -24,9 +24,9 @@ from pipeline.conversations.duplicates import CheckQuestions, normalize_text
 from pipeline.conversations.splits import batch_into_shards, held_out_rows, split_rows
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.flow import run_flow
-from pipeline.report.facts import report_warnings
 from pipeline.report.report import Report, StageFigures
 from pipeline.report.tables import skipped_files_table
+from pipeline.report.warnings import report_warnings
 from pipeline.run.reporting import assemble_report
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
