@@ -166,6 +166,14 @@ def test_openings_that_are_too_frequent_give_a_warning(made, tmp_path):
         made(talks(tmp_path / "alike.jsonl", alike))
 
 
+def test_text_that_is_not_read_gives_a_warning(made, tmp_path):
+    rows = [{"prompt": f"{n}?", "context": "The wall is long. " * 9} for n in range(40)]
+    path = tmp_path / "seeds.jsonl"
+    path.write_text(lines(rows))
+    (warning,) = made(path).summary["warnings"]
+    assert "`context` has text in 40 of 40 rows" in warning and "input: context}" in warning
+
+
 def test_verify_names_a_question_that_opens_two_splits(made, tiny_seeds, tmp_path, monkeypatch):
     stage = made(tiny_seeds)
     assert CliRunner().invoke(app, ["verify", str(tmp_path / "run")]).exit_code == 0
