@@ -112,7 +112,7 @@ def _config(name: str, root: Path, target: Path, heads: str) -> Config:
                 "engines": ["native"],
                 "repeats": 1,
                 "baselines": [],
-                "require_learning": False,
+                "min_acceleration_rate": 0,
             },
             "limits": {"min_free_disk_gb": 0, "max_quarantine_fraction": 1},
         },

@@ -66,7 +66,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
 }
 BASE = (
     "train.heads=medusa", f"calibrate.nodes={NODES}", "check.baselines=[]", "check.repeats=1", "check.studies=[trees]",  # noqa: E501
-    "check.min_acceleration_rate=0", "check.require_learning=false",
+    "check.min_acceleration_rate=0",
 )  # fmt: skip
 FEW = (
     "seeds.sources=[{path: data/seeds.sharegpt.jsonl, limit: 24}]", "seeds.holdout=0.3",

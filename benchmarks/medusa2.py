@@ -167,7 +167,9 @@ class Steps:
 class PlainLearner(BackboneLearner):
     """The Medusa-2 learner with losses computed by their definition, from full logits."""
 
-    def summed_losses(self, micro_batch: MicroBatch, weights_C: torch.Tensor) -> torch.Tensor:
+    def loss(
+        self, micro_batch: MicroBatch, weights_C: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         batch = micro_batch.texts.to(self.device)
         model: Any = self.backbone.tuned
         inputs = {"input_ids": batch.ids_BT, "position_ids": batch.positions_BT, "use_cache": False}
@@ -183,7 +185,8 @@ class PlainLearner(BackboneLearner):
         )
         divergence = kl_div(log_q, log_p, reduction="sum", log_target=True)
         head_losses_K = plain_summed_cross_entropy(hidden_KND, self.heads.lm_head, batch.labels_KN)
-        return torch.cat([divergence[None], head_losses_K])
+        losses_C = torch.cat([divergence[None], head_losses_K])
+        return (weights_C * losses_C).sum(), losses_C.detach()
 
 
 def _spec(case: Case, target: TargetSpec, tasks: Sequence[ShardTask], directory: Path) -> TrainSpec:

@@ -28,6 +28,7 @@ from pipeline.run.estimate import FP32, memory_of_stages, on_planned_gpus  # noq
 from pipeline.run.resolved import resolve_run  # noqa: E402
 from pipeline.targets.sizes import TargetSizes, parameter_counts  # noqa: E402
 from pipeline.targets.spec import cached_numbers  # noqa: E402
+from pipeline.training.checkpoints import KEPT  # noqa: E402
 from pipeline.training.recipe import Recipe, make_recipe  # noqa: E402
 from scripts.write_models import between  # noqa: E402
 from tests.models.published import write  # noqa: E402
@@ -149,7 +150,7 @@ class Costs:
         dtype, hidden_size = self.run.target.torch_dtype, self.run.shape.hidden_size
         state_bytes = StateFormat(dtype, hidden_size, "native").stored_bytes
         train = self.memory["train"]
-        checkpoints = self.run.config.train.keep_checkpoints * (train.heads + train.optimizer)
+        checkpoints = KEPT * (train.heads + train.optimizer)
         weights = gigabytes(self.sizes.weight_bytes())
         cached = gigabytes(self.states * state_bytes)
         exported = gigabytes(self.trained * self.sizes.itemsize)

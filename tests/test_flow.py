@@ -148,11 +148,7 @@ def test_a_copied_run_yaml_leaves_the_original_alone(copied_run, finished_run, a
         ({"calibrate__nodes": 5}, ["calibrate", "export", "check"]),
         ({"check__max_new_tokens": 10}, ["check"]),
         (
-            {
-                "train__checkpoint_every": 1,
-                "limits__max_consecutive_failures": 9,
-                "features__tokens_per_batch": 99,
-            },
+            {"train__checkpoint_every": 1, "features__tokens_per_batch": 99},
             [],
         ),
     ],

@@ -27,14 +27,13 @@ class Limits:
 
     min_rate: float
     max_tie_share: float
-    require_learning: bool
     max_kl: float
 
     @classmethod
     def of(cls, config: Config) -> Limits:
         """Return the limits that a configuration states."""
         check, max_kl = config.check, config.train.backbone.max_kl
-        return cls(check.min_acceleration_rate, check.max_tie_share, check.require_learning, max_kl)
+        return cls(check.min_acceleration_rate, check.max_tie_share, max_kl)
 
 
 @dataclass(frozen=True)
@@ -368,7 +367,7 @@ class CheckResult(Engines):
         if copy is not None:
             for reason in copy.engine_failures(limits):
                 found.append(f"on {copy.model}: {reason}")
-        if limits.require_learning:
+        if limits.min_rate > 0:
             found += self._learning_failures()
         if self.drift is not None:
             kl = math.nan if self.drift.kl is None else self.drift.kl

@@ -46,6 +46,7 @@ from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.sizes import TargetSizes
 from pipeline.targets.spec import cached_numbers
+from pipeline.training.checkpoints import KEPT
 from pipeline.training.recipe import too_few_steps
 
 ACTIONS = {"done": "kept", "failed": "kept", "skipped": "skip"}  # by a stage's status; else it runs
@@ -99,7 +100,7 @@ def print_plan(run: ResolvedRun) -> None:
         _print_lines(console, _batch_lines(elsewhere, target))
         trained = [stage for stage in memory if stage.stage == "train"]
         checkpoint = decimal(int(max(stage.heads + stage.optimizer for stage in trained)))
-        line = f"Disk: {run.config.train.keep_checkpoints} checkpoint(s) of {checkpoint}"
+        line = f"Disk: {KEPT} checkpoints of {checkpoint}"
         if run.method.tunes_backbone:
             line += f", a tuned backbone of {decimal(int(target.weight_bytes()))}"
         _print_lines(console, [f"{line}."])

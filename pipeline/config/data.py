@@ -262,10 +262,6 @@ class GenerateConfig(Section):
         "keep",
         description="How to treat an answer that is cut at max_new_tokens.",
     )
-    batch_invariant: bool = Field(
-        False,
-        description="vLLM's batch-invariant mode on a GPU (beta): the same tokens in any batch.",
-    )
     engine_args: EngineArgs = Field(
         default_factory=dict, description="Arguments that are passed to the engine unchanged."
     )

@@ -140,15 +140,3 @@ class LimitsConfig(Section):
     min_free_disk_gb: float = Field(
         1.0, description="A stage stops (exit 4) if less disk space is free, in GB.", ge=0
     )
-    max_consecutive_failures: PositiveInt = Field(
-        3,
-        description=(
-            "Failures of one shard, or of training, after which the stage stops. If a shard crashes"
-            " its worker, the rows that crash it are found and quarantined instead."
-        ),
-    )
-    max_hours_per_shard: float = Field(
-        6.0,
-        description="Maximum hours for one shard; a slower worker is ended and its shard retried.",
-        gt=0,
-    )

@@ -228,7 +228,6 @@ class TrainConfig(Section):
     optimizer: Literal["adamw", "adamw-8bit"] = Field(
         "adamw", description="adamw-8bit stores the moments in 8 bit (bitsandbytes)."
     )
-    weight_decay: float = Field(0.0, description="AdamW's weight decay.", ge=0)
     max_grad_norm: PositiveFloat = Field(
         1.0, description="The gradients of heads and of backbone are each clipped to this norm."
     )
@@ -250,9 +249,6 @@ class TrainConfig(Section):
             " its own library. Trackio is local; Weights & Biases needs a login or"
             " WANDB_MODE=offline."
         ),
-    )
-    keep_checkpoints: PositiveInt = Field(
-        2, description="Number of the newest checkpoints to keep on disk."
     )
     medusa: MedusaConfig = Field(
         default_factory=MedusaConfig, description="Read with train.heads: medusa."

@@ -28,6 +28,7 @@ leading dimensions, shown as …, pass through.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 from typing import Literal, NamedTuple
 
 import torch
@@ -134,21 +135,21 @@ class TypicalAcceptance:
 
     The distribution p is the target's at `temperature`, and H its entropy in nats. Among equally
     long paths the most probable wins. The token after the accepted path is the target's most
-    probable token, as in the paper; with `samples` it is sampled from p. The paper sets eps = 0.09
-    and delta = sqrt(eps).
+    probable token. The paper sets eps = 0.09.
     """
 
     temperature: float
     eps: float = 0.09
-    delta: float = 0.3
-    samples: bool = False
+    samples = False
+
+    @property
+    def delta(self) -> float:
+        """The paper's choice for `eps`: its square root."""
+        return sqrt(self.eps)
 
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
-        """Choose the most probable tokens [...] for logits [..., V], or sample with `samples`."""
-        if not self.samples:
-            return logits_V.argmax(-1)
-        assert noise_V is not None
-        return sample_tokens(logits_V, noise_V, self.temperature)
+        """Choose the most probable tokens [...] for logits [..., V]."""
+        return logits_V.argmax(-1)
 
     def accept(
         self, logits_NV: Tensor, tokens_N: Tensor, tree: TreeRows, noise_TV: Tensor | None = None
@@ -170,10 +171,7 @@ class TypicalAcceptance:
         is_longest_N = accepted_N & (lengths_N == lengths_N.amax(-1, keepdim=True))
         likelihood_N = torch.where(tree.elsewhere, 0.0, log_p_N[..., None, :]).sum(-1)
         row = likelihood_N.masked_fill(~is_longest_N, -torch.inf).argmax(-1)
-        noise_V = None
-        if noise_TV is not None:
-            noise_V = _values_at_row(noise_TV, tree.depth_of(row))
-        return Acceptance(row, self.choose(_values_at_row(logits_NV, row), noise_V))
+        return Acceptance(row, self.choose(_values_at_row(logits_NV, row)))
 
 
 @dataclass(frozen=True)
@@ -227,13 +225,11 @@ def acceptance_rule(
     name: RuleName,
     temperature: float = 0.0,
     eps: float = 0.09,
-    delta: float = 0.3,
     top_p: float = 1.0,
-    first_token: Literal["greedy", "sampled"] = "greedy",
 ) -> AcceptanceRule:
     """Build an acceptance rule by name; at temperature 0 every rule is greedy acceptance.
 
-    Typical acceptance reads `eps`, `delta` and `first_token`; rejection sampling reads `top_p`.
+    Typical acceptance reads `eps`, rejection sampling `top_p`.
     Raises ValueError if `temperature` or `top_p` is out of range.
     """
     if temperature < 0 or not 0 < top_p <= 1:
@@ -241,7 +237,7 @@ def acceptance_rule(
     if name == "greedy" or temperature == 0:
         return greedy_acceptance
     if name == "typical":
-        return TypicalAcceptance(temperature, eps, delta, samples=first_token == "sampled")
+        return TypicalAcceptance(temperature, eps)
     return RejectionSampling(temperature, top_p)
 
 

@@ -156,9 +156,7 @@ def written_answers(
     )
     dialogues = [Dialogue(conversation, template, replay) for conversation in conversations]
     progress.begin("answers to calibrate.data", len(dialogues), unit="conversations")
-    engine = make_generation_engine(
-        settings.engine, target, settings.engine_args, gpus, settings.batch_invariant
-    )
+    engine = make_generation_engine(settings.engine, target, settings.engine_args, gpus)
     answer_all(engine, dialogues, progress)
     answers = []
     for number, dialogue in enumerate(dialogues):

@@ -186,7 +186,6 @@ def measure_heads(
     limits = Limits(
         min_rate=settings.min_acceleration_rate,
         max_tie_share=settings.max_tie_share,
-        require_learning=False,
         max_kl=math.inf,
     )
     measured = MeasuredHeads(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import sqrt
 from typing import TYPE_CHECKING
 
 from pipeline.artifacts.check_result import (
@@ -267,7 +268,7 @@ def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigur
         likelihoods[rule] = round(likelihood, 4)
     found = replace(found, temperature=settings.temperature, log_likelihood=likelihoods)
     if settings.acceptance == "typical":
-        return replace(found, eps=settings.typical_eps, delta=settings.typical_delta)
+        return replace(found, eps=settings.typical_eps, delta=sqrt(settings.typical_eps))
     return replace(found, top_p=settings.top_p)
 
 

@@ -115,9 +115,7 @@ def rule_of(settings: CheckConfig) -> AcceptanceRule:
         settings.acceptance,
         settings.temperature,
         settings.typical_eps,
-        settings.typical_delta,
         settings.top_p,
-        settings.first_token,
     )
 
 

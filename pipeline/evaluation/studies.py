@@ -28,9 +28,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from math import sqrt
 from time import perf_counter
-from typing import Literal
 
 from pipeline.artifacts.check_result import (
     SEARCHED_TREE,
@@ -118,7 +116,7 @@ def run_studies(
             assert calibration is not None
             found = replace(found, trees=tree_ladder(decoding, calibration))
         elif name == "typical":
-            sweep = typical_sweep(few, num_tokens, settings.first_token)
+            sweep = typical_sweep(few, num_tokens)
             found = replace(found, typical=sweep)
         elif name == "heads":
             found = replace(found, heads=heads_used(decoding))
@@ -247,9 +245,7 @@ def chain_rate(decoding: Decoding, num_tokens: int) -> ChainRate:
     )
 
 
-def typical_sweep(
-    decoding: Decoding, num_tokens: int, first_token: Literal["greedy", "sampled"]
-) -> list[TypicalRow]:
+def typical_sweep(decoding: Decoding, num_tokens: int) -> list[TypicalRow]:
     """Measure typical acceptance over eps and temperature (paper 2.3.1, study `typical`).
 
     Greedy decoding, plain sampling and rejection sampling are measured too. Each speedup is over
@@ -266,9 +262,7 @@ def typical_sweep(
             sides[TypicalRow(temperature=temperature, rule=name)] = exact
         for eps in EPS:
             row = TypicalRow(temperature=temperature, rule="typical", eps=eps)
-            sides[row] = acceptance_rule(
-                "typical", temperature, eps, sqrt(eps), first_token=first_token
-            )
+            sides[row] = acceptance_rule("typical", temperature, eps)
         rows += rule_rows(decoding, sides, num_tokens)
     return rows
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from pipeline.config.training import TrainConfig
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import ConfigError, DataError
-from pipeline.heads.losses import Teacher, summed_cross_entropy
+from pipeline.heads.losses import Teacher, weighted_cross_entropy
 from pipeline.heads.shapes import EXPANDED, ExportFormat, HeadsShape, require_shapes
 
 TOKEN_MAP = "token_map"  # the draft vocabulary's name in files, as in vLLM
@@ -226,18 +226,18 @@ class Heads(nn.Module, ABC):
                 They are -100 past the end of the span, and otherwise any token ids of the target.
         """
 
-    def summed_losses(
+    def weighted_loss(
         self,
         hidden_ND: Tensor,
         next_N: Tensor,
         labels_KN: Tensor,
         teacher: Teacher | None,
         weights_K: Tensor,
-    ) -> Tensor:
-        """Sum each head's cross entropy over its labels, [K].
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weighted sum of the heads' losses, and each head's own sum [K], detached.
 
         The first three arguments are those of `states`, the others those of
-        `summed_cross_entropy`. Labels outside the draft vocabulary add nothing. Under autocast,
+        `weighted_cross_entropy`. Labels outside the draft vocabulary add nothing. Under autocast,
         matrix products are in its dtype.
         """
         states_KND = self.states(hidden_ND, next_N, labels_KN)
@@ -248,7 +248,7 @@ class Heads(nn.Module, ABC):
         tokens = self.vocabulary.token_map
         if teacher is not None and tokens is not None:
             teacher = teacher._replace(head=teacher.head.of_tokens(tokens))
-        return summed_cross_entropy(states_KND, self.lm_head, labels_KN, teacher, weights_K)
+        return weighted_cross_entropy(states_KND, self.lm_head, labels_KN, teacher, weights_K)
 
     def lm_head_of(self, head: int) -> Tensor:
         """Return the lm_head [V, D] of one head."""

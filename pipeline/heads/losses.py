@@ -103,31 +103,30 @@ def chunk_bytes_on(device: torch.device) -> int:
     return CHUNK_BYTES.get(device.type, 1 << 30)
 
 
-def summed_cross_entropy(
+def weighted_cross_entropy(
     hidden_KND: Tensor,
     lm_head: Tensor,
     labels_KN: Tensor,
     teacher: Teacher | None,
     weights_K: Tensor,
-) -> Tensor:
-    """Sum each head's cross entropy over its labels, [K] (paper 2.2.1).
+) -> tuple[Tensor, Tensor]:
+    """Sum each head's cross entropy over its labels (paper 2.2.1); return loss and sums.
 
-    The sums are differentiable in the hidden states and in `lm_head`. Backward can run once, and
-    second derivatives are not supported.
+    The loss is the sum of the heads' sums, each times its weight. It is differentiable in the
+    hidden states and in `lm_head`. Backward can run once, and second derivatives are not supported.
+    The sums [K] are detached and without weights.
 
     Args:
         hidden_KND: The input of each head's lm_head.
         lm_head: [K, V, D], or one [V, D] that all heads share.
         labels_KN: Labels as row indices of the lm_head, int64; -100 where there is none.
         teacher: Soft labels; None for the cross entropy with the labels only.
-        weights_K: The weights by which the caller multiplies the sums afterwards. They are used
-            only if a shared lm_head trains, because its gradient is one sum over all heads;
-            backward then asserts that the caller used exactly these weights.
+        weights_K: The weight of each head's sum.
     """
-    return _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, teacher, weights_K)
+    return _WeightedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, teacher, weights_K)
 
 
-class _SummedCrossEntropy(torch.autograd.Function):
+class _WeightedCrossEntropy(torch.autograd.Function):
     """Autograd function of the chunked loss; its forward pass computes the gradients as well."""
 
     @staticmethod
@@ -138,8 +137,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         labels_KN: Tensor,
         teacher: Teacher | None,
         weights_K: Tensor,
-    ) -> Tensor:
-        """Sum the losses of each head, [K], chunk by chunk, and keep the gradients in `ctx`."""
+    ) -> tuple[Tensor, Tensor]:
+        """Compute loss and sums chunk by chunk, and keep the loss's gradients in `ctx`."""
         with torch.autocast(hidden_KND.device.type, enabled=False):
             loss = _ChunkedLoss(hidden_KND, lm_head, labels_KN, teacher, weights_K)
             if ctx.needs_input_grad[1]:
@@ -147,23 +146,18 @@ class _SummedCrossEntropy(torch.autograd.Function):
             for chunk in loss.chunks():
                 loss.add(chunk)
         ctx.gradients = loss.grad_hidden_KND, loss.grad_lm_head
-        ctx.weights_K = weights_K
-        return loss.losses_KN.sum(1)
+        sums_K = loss.losses_KN.sum(1)
+        ctx.mark_non_differentiable(sums_K)
+        return (weights_K * sums_K).sum(), sums_K
 
     @staticmethod
-    def backward(ctx: Any, grad_sums_K: Tensor):
-        """Scale the gradients that the forward pass has kept, in place; can be called once.
-
-        The gradient of an lm_head that all heads share already includes the weights.
-        """
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor):
+        """Scale the gradients that the forward pass has kept, in place; can be called once."""
         grad_hidden_KND, grad_lm_head = ctx.gradients
         ctx.gradients = None  # they are scaled in place, so backward can run once
-        grad_hidden_KND.mul_(grad_sums_K[:, None, None])
-        if grad_lm_head is not None and grad_lm_head.dim() == 3:
-            grad_lm_head.mul_(grad_sums_K[:, None, None])
-        elif grad_lm_head is not None:
-            weights_K = ctx.weights_K.to(grad_sums_K)
-            assert torch.equal(grad_sums_K, weights_K), "weigh the sums by forward's weights_K"
+        grad_hidden_KND.mul_(grad_loss)
+        if grad_lm_head is not None:
+            grad_lm_head.mul_(grad_loss)
         return grad_hidden_KND, grad_lm_head, None, None, None
 
 
@@ -182,9 +176,8 @@ class _ChunkedLoss:
 
     Attributes:
         losses_KN: The loss of each row; 0 without a label.
-        grad_hidden_KND: The gradient of the sum of all losses with respect to the hidden states.
-        grad_lm_head: The gradient of each head's summed losses with respect to its lm_head. If all
-            heads share one, the gradient of the sums weighted by `weights_K`. None if frozen.
+        grad_hidden_KND: The gradient of the weighted loss with respect to the hidden states.
+        grad_lm_head: The gradient with respect to the lm_heads. None if they are frozen.
         chunk_rows: The maximum number of rows per chunk, and of target states per block.
         slice_rows: The maximum number of rows per slice of a chunk.
         block_rows: The maximum number of vocabulary rows per block of the lm_head's gradient.
@@ -287,17 +280,15 @@ class _ChunkedLoss:
                 losses_S = self._soft_losses(logits_CV[part], labels_C1[part], states_S)
             self.losses_KN.view(-1)[rows_C[part]] = losses_S
 
-        self.grad_hidden_KND.flatten(0, 1)[rows_C] = logits_CV @ weight_VD
+        weights_C1 = self.weights_K[rows_C // self.labels_KN.shape[1], None]
+        grad_CD = (logits_CV @ weight_VD) * weights_C1
+        self.grad_hidden_KND.flatten(0, 1)[rows_C] = grad_CD.to(dtype)
         del weight_VD  # a copy where dtypes differ; free it before the product below
         if self.grad_lm_head is None:
             return
-        total_VD = self.grad_lm_head
-        if self.is_shared:
-            weights_C = self.weights_K[rows_C // self.labels_KN.shape[1]]
-            hidden_CD = (hidden_CD * weights_C[:, None]).to(dtype)
-        else:
-            total_VD = total_VD[chunk.head]
-        _add_product(total_VD, logits_CV, hidden_CD, self.block_rows)
+        total_VD = self.grad_lm_head if self.is_shared else self.grad_lm_head[chunk.head]
+        weighted_CD = (hidden_CD * weights_C1).to(dtype)
+        _add_product(total_VD, logits_CV, weighted_CD, self.block_rows)
 
     def _fill_p_buffer(self, first: int) -> None:
         """Fill `p_buffer` with the soft labels of the block of target states from `first` on.

@@ -276,13 +276,11 @@ def check_acceptance(run: ResolvedRun) -> None:
         key = "check.temperature"
     elif rule != "rejection" and check.top_p < 1:
         key = "check.top_p"
-    elif rule != "typical" and check.first_token == "sampled":
-        key = "check.first_token"
     if key:
         raise ConfigError(
             f"The value of {key} does not go with {rule} acceptance.",
             key,
-            "Greedy is at temperature 0; top_p is rejection's, and first_token typical's.",
+            "typical and rejection need a temperature above 0; top_p needs rejection.",
         )
 
 

@@ -20,6 +20,9 @@ from pipeline.storage.receipts import StageTotals, Summary
 from pipeline.storage.shards import ShardTask
 from pipeline.storage.stage_directory import StageDirectory
 
+SECONDS_PER_SHARD = 24 * 3600  # a worker that takes longer hangs
+MAX_FAILURES = 3  # of a shard, or of training; then the stage stops
+
 
 def run_sharded(
     context: Context,
@@ -61,7 +64,7 @@ def run_sharded(
         sizes[index] = int(receipt.stats[f"{split}_rows"]) if split else receipt.num_rows
         if train_samples > 1:
             sizes[index] += (train_samples - 1) * int(receipt.stats["train_rows"])
-    failures = Failures(stage, limits.max_consecutive_failures)
+    failures = Failures(stage)
     with (
         Meter(context.console, stage.stage) as meter,
         contextlib.closing(ShardMeter(meter, stage, sizes, have)) as shown,
@@ -71,7 +74,7 @@ def run_sharded(
             worker,
             arguments,
             placement=placement,
-            seconds_per_task=limits.max_hours_per_shard * 3600,
+            seconds_per_task=SECONDS_PER_SHARD,
             progress=shown.progress,
         )
         while pending:
@@ -101,33 +104,33 @@ def run_sharded(
 class Failures:
     """Counts of each shard's failures in a run, and the rows that crash its worker."""
 
-    def __init__(self, stage: StageDirectory, limit: int):
-        self.stage, self.limit = stage, limit
+    def __init__(self, stage: StageDirectory):
+        self.stage = stage
         self._times: Counter[int] = Counter()
         self._crashing: dict[int, dict[str, str]] = {}
 
     def may_retry(self, outcome: Outcome) -> bool:
         """Count a shard's failure; return whether the shard is to be retried as it is.
 
-        If False, the shard has failed `limit` times, the last time by ending its worker's process,
+        If False, the shard has failed MAX_FAILURES times, the last time by ending its process,
         and its rows are to be searched for those that crash a worker.
 
         Raises:
-            MedusaDistillError: The worker raised it, or the shard has failed `limit` times, the
+            MedusaDistillError: The worker raised it, or the shard failed MAX_FAILURES times, the
                 last time without ending the worker's process.
         """
         if outcome.error:
             raise outcome.error
         index = outcome.task.index
         self._times[index] += 1
-        if self._times[index] < self.limit:
+        if self._times[index] < MAX_FAILURES:
             return True
         if outcome.death:
             self._times[index] = 0
             return False
         last = outcome.traceback.strip().splitlines()[-1]
         raise EnvironmentFault(
-            f"Shard {index} of {self.stage.stage} failed {self.limit} times, last with: {last}.",
+            f"Shard {index} of {self.stage.stage} failed {MAX_FAILURES} times, last with: {last}.",
             self.stage.path,
             "The full traceback is in events.jsonl. Everything that was committed is kept; the same"
             " command continues.",
@@ -143,7 +146,7 @@ class Failures:
                 together end the worker and none does alone.
         """
         index = killer.task.index
-        found = find_crashing_rows(map_tasks, killer, self.stage, self.limit)
+        found = find_crashing_rows(map_tasks, killer, self.stage, MAX_FAILURES)
         if found == self._crashing.get(index):
             raise EnvironmentFault(
                 f"Shard {index} of {self.stage.stage} ends its worker again and again, and not when"
@@ -167,13 +170,13 @@ class Failures:
             killers: The outcomes whose shards were searched in this pass.
 
         Raises:
-            EnvironmentFault: Such a shard has failed `limit` times.
+            EnvironmentFault: Such a shard has failed MAX_FAILURES times.
         """
         searched = {killer.task.index for killer in killers}
         for task in tasks:
             if task.index not in searched:
                 self._times[task.index] += 1
-                if self._times[task.index] >= self.limit:
+                if self._times[task.index] >= MAX_FAILURES:
                     raise EnvironmentFault(
                         f"Workers committed shard {task.index} of {self.stage.stage}, which is not"
                         " to be seen here.",

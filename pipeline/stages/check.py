@@ -85,7 +85,7 @@ FIGURES = {
     "native.speedup": "native speedup",
     "vllm.acceleration_rate": "vLLM acceleration rate",
 }
-LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # see `Limits`
+LIMITS = {"min_acceleration_rate", "max_tie_share"}  # see `Limits`
 
 
 def identity(context: Context) -> Identity:

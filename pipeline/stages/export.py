@@ -59,7 +59,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         base_model_name_or_path=base,
         shape=heads.shape,
         format=settings.formats[0],
-        dtype=spec.dtype if settings.dtype == "auto" else settings.dtype,
+        dtype=spec.dtype,
         num_speculative_tokens=calibration.num_speculative_tokens,
         dynamic_tree=calibration.dynamic,
     )

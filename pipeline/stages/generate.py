@@ -7,7 +7,7 @@ last one is answered.
 
 Sampling seeds are derived from the run's seed, the sample's id and the turn. So the text does not
 depend on the shards, the batches or the number of workers: on a CPU in float32, and on a GPU with
-`generate.batch_invariant`.
+`VLLM_BATCH_INVARIANT`.
 """
 
 from __future__ import annotations
@@ -165,8 +165,9 @@ class Worker:
             self.training.append(replace(self.held_out, sampling=sampled))
         self.engine: GenerationEngine | None = None  # None in passthrough mode
         if settings.mode != "passthrough":
-            arguments = (settings.engine_args, gpus, settings.batch_invariant)
-            self.engine = make_generation_engine(settings.engine, target, *arguments)
+            self.engine = make_generation_engine(
+                settings.engine, target, settings.engine_args, gpus
+            )
         self.pool = DialoguePool(self.engine)
         self._begun: dict[Path, tuple[list[SeedRow], DialogueGroup]] = {}
         self._upcoming: ShardTask | None = None

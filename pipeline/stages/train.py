@@ -16,6 +16,7 @@ from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ProgressReporter, print_stage
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.run.context import Context, Stage
+from pipeline.run.sharded import MAX_FAILURES
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.training.adapted_backbone import merge_backbone
@@ -124,7 +125,7 @@ def _train(
     arguments = {
         "spec": spec,
         "placement": placement,
-        "max_failures": context.config.limits.max_consecutive_failures,
+        "max_failures": MAX_FAILURES,
         "on_death": functools.partial(context.run.event, "worker-died", stage=NAME),
     }
     return context.executor.call(train_on_ray, arguments, Placement(1, 0, 0), progress)

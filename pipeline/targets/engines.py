@@ -91,7 +91,6 @@ def make_generation_engine(
     target: TargetSpec,
     engine_args: EngineArgs,
     gpus: int,
-    batch_invariant: bool = False,
 ) -> GenerationEngine:
     """Load the target into a new generation engine.
 
@@ -99,7 +98,6 @@ def make_generation_engine(
         name: The kind of engine.
         engine_args: Arguments of `vllm.LLM` or of `TransformersGenerationEngine`.
         gpus: The number of GPUs that the engine uses; 0 means the CPU.
-        batch_invariant: See `VLLMGenerationEngine`; transformers ignores it.
 
     Raises:
         ConfigError: `engine_args` has an unknown argument, or the engine's class raises it.
@@ -108,7 +106,7 @@ def make_generation_engine(
     if name == "vllm":
         from pipeline.targets.vllm_engine import VLLMGenerationEngine
 
-        return VLLMGenerationEngine(target, engine_args, gpus=gpus, batch_invariant=batch_invariant)
+        return VLLMGenerationEngine(target, engine_args, gpus=gpus)
     from pipeline.targets.transformers_engines import TransformersGenerationEngine
 
     _refuse_unknown(engine_args, {"max_batch_tokens"})

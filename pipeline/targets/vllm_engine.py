@@ -8,7 +8,7 @@ Features come from the pooling runner: `token_embed` without activation returns 
 final norm of each prompt token, in the target's dtype. vLLM's defaults would normalise the states
 (use_activation) and return fp32 (head_dtype); prefix caching would omit shared positions.
 
-Limits: on a GPU a request's tokens may depend on its batch unless `batch_invariant` (beta) is on;
+Limits: on a GPU a request's tokens may depend on its batch unless VLLM_BATCH_INVARIANT=1 (beta);
 vLLM 0.32 has no bitsandbytes, so 4-bit and 8-bit targets need the transformers engine.
 """
 
@@ -61,8 +61,6 @@ class VLLMGenerationEngine:
         spec: The target.
         engine_args: Arguments of `vllm.LLM`, which override those of this module.
         gpus: Tensor-parallel size; 0 runs on the CPU.
-        batch_invariant: Whether tokens on a GPU do not depend on the batch, at lower speed. This
-            sets an environment variable, which stays set in this process.
 
     Raises:
         ConfigError: vLLM rejects an engine argument or lacks the quantization, or the target's
@@ -70,16 +68,7 @@ class VLLMGenerationEngine:
         EnvironmentFault: vLLM is not importable or cannot start here, or GPUs are missing.
     """
 
-    def __init__(
-        self,
-        spec: TargetSpec,
-        engine_args: EngineArgs,
-        *,
-        gpus: int = 0,
-        batch_invariant: bool = False,
-    ):
-        if batch_invariant and gpus:
-            os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    def __init__(self, spec: TargetSpec, engine_args: EngineArgs, *, gpus: int = 0):
         arguments = {"enable_prefix_caching": True, **engine_args}
         self._running = RunningEngine(spec, arguments, gpus)
         self._engine = self._running.llm.llm_engine

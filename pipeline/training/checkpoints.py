@@ -30,6 +30,8 @@ from pipeline.config import TrainConfig
 from pipeline.storage.atomic import atomic_path
 from pipeline.training.task import Workers
 
+KEPT = 2  # the newest checkpoints on disk
+
 FILE = re.compile(r"step-([0-9]{8,})\.safetensors")
 log = logging.getLogger(__name__)
 
@@ -127,7 +129,7 @@ class Checkpoints:
     def _write(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
         """Write a checkpoint, and delete checkpoints that are not kept.
 
-        The newest `keep_checkpoints` are kept, this one included. Checkpoints of later steps are
+        The newest `KEPT` are kept, this one included. Checkpoints of later steps are
         deleted.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -138,7 +140,7 @@ class Checkpoints:
         # Checkpoints of later steps are damaged or older than the last resume.
         saved = self.saved_steps()
         history = [each for each in saved if each <= step]
-        for each in set(saved) - set(history[: self.settings.keep_checkpoints]):
+        for each in set(saved) - set(history[:KEPT]):
             self.path(each).unlink(missing_ok=True)
 
 

@@ -142,8 +142,8 @@ class BackboneLearner(Learner):
             step, self.recipe.total_steps, self.settings.lambda_0, self.settings.schedule
         )
 
-    def summed_losses(self, batch: MicroBatch, weights_C: Tensor) -> Tensor:
-        """Sum the backbone's loss and each head's loss over the training micro-batch, [C].
+    def loss(self, batch: MicroBatch, weights_C: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the micro-batch's weighted loss, and the backbone's and each head's sum [C].
 
         Seeds torch's generators, from which dropout is drawn.
         """
@@ -165,7 +165,7 @@ class BackboneLearner(Learner):
             # The same values, of which only this share of the gradient reaches the backbone.
             shared_ND = torch.lerp(hidden_ND.detach(), hidden_ND, batch.heads_weight)
             read_ND = add_noise(shared_ND, self.spec.settings.noise, (batch.seed,))
-            head_losses_K = self.heads.summed_losses(
+            heads_loss, sums_K = self.heads.weighted_loss(
                 read_ND, texts.next_N, texts.labels_KN, teacher, weights_C[1:]
             )
         backbone_loss = summed_backbone_loss(
@@ -176,7 +176,8 @@ class BackboneLearner(Learner):
             texts.next_N,
             original_ND if learns_kl else None,
         )
-        return torch.cat([backbone_loss[None], head_losses_K])
+        loss = weights_C[0] * backbone_loss + heads_loss
+        return loss, torch.cat([backbone_loss.detach()[None], sums_K])
 
     def metrics(self, step: int, means: list[float]) -> StepMetrics:
         """Return a step's metrics: mean losses, the heads' weight, the backbone's learning rate."""

@@ -99,8 +99,8 @@ class HeadsLearner(Learner):
         """Return the weight of each head's loss, the same in every training step, [K]."""
         return head_weights(self.spec, self.device)
 
-    def summed_losses(self, batch: Batch, weights_C: Tensor) -> Tensor:
-        """Sum each head's training loss over the batch, [K].
+    def loss(self, batch: Batch, weights_C: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the batch's weighted loss and the sum of each head's losses [K].
 
         Soft labels are used if `train.soft_labels` is above 0.
         """
@@ -109,7 +109,7 @@ class HeadsLearner(Learner):
             share = self.spec.settings.soft_labels
             teacher = Teacher(self.target_head, batch.teacher_MD, batch.teacher_KN, share)
         with self.autocast():
-            return self.heads.summed_losses(
+            return self.heads.weighted_loss(
                 batch.hidden_ND, batch.next_N, batch.labels_KN, teacher, weights_C
             )
 

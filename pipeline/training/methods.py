@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipeline.targets.spec import TargetSpec
     from pipeline.training.task import Phases
 
-BOOKKEEPING = {"checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "report_to"}
+BOOKKEEPING = {"checkpoint_minutes", "checkpoint_every", "report_to"}
 
 
 class Package(NamedTuple):

@@ -27,7 +27,7 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def make_optimizer(
     modules: Mapping[str, nn.Module], peak_lrs: Mapping[str, float], settings: TrainConfig
 ) -> torch.optim.Optimizer:
-    """Create AdamW over the trainable parameters; biases and norms have no weight decay.
+    """Create AdamW over the trainable parameters, without weight decay.
 
     Each parameter group has its module's peak learning rate as `peak_lr`, for `set_lr`.
 
@@ -36,20 +36,9 @@ def make_optimizer(
     """
     groups = []
     for module_name, module in modules.items():
-        weights = []
-        others = []
-        for name, parameter in trainable_parameters(module).items():
-            # A norm has one dimension; biases are stacked over the heads.
-            if parameter.dim() > 1 and not name.endswith("bias"):
-                weights.append(parameter)
-            else:
-                others.append(parameter)
         lr = peak_lrs[module_name]
-        for parameters, decay in ((weights, settings.weight_decay), (others, 0.0)):
-            if parameters:
-                groups.append(
-                    {"params": parameters, "weight_decay": decay, "lr": lr, "peak_lr": lr}
-                )
+        parameters = list(trainable_parameters(module).values())
+        groups.append({"params": parameters, "weight_decay": 0.0, "lr": lr, "peak_lr": lr})
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(groups, fused=True)
     return _adamw_8bit(groups)

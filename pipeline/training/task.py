@@ -227,10 +227,10 @@ class Learner(ABC):
         """Return the weight of each loss component in this training step, [C]."""
 
     @abstractmethod
-    def summed_losses(self, batch: Any, weights_C: Tensor) -> Tensor:
-        """Sum each loss component over the micro-batch's labels, differentiable, [C].
+    def loss(self, batch: Any, weights_C: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the micro-batch's loss and the sum of each component over its labels [C].
 
-        The trainer multiplies the sums by exactly `weights_C`.
+        The loss is the sum of the components, each times its weight; the sums are detached.
         """
 
     def lr_share(self, step: int) -> float:

@@ -202,9 +202,9 @@ class Trainer:
         self.modules.train()
         sums_C = torch.zeros(len(counts_C), device=learner.device)
         for batch in batches:
-            losses_C = learner.summed_losses(batch, weights_C)
-            (weights_C * losses_C).sum().backward()
-            sums_C += losses_C.detach()
+            loss, batch_sums_C = learner.loss(batch, weights_C)
+            loss.backward()
+            sums_C += batch_sums_C
         self.modules.eval()
 
         learner.workers.sum_in_place(sums_C)
@@ -216,22 +216,24 @@ class Trainer:
         positions = counts_C[0]  # the first component has a label at every position
         figures = torch.stack([(weights_C * sums_C).sum(), norm, positions])
         # One transfer from the GPU.
-        loss, grad_norm, num_positions, *means = torch.cat([figures, sums_C / counts_C]).tolist()
+        mean_loss, grad_norm, num_positions, *means = torch.cat(
+            [figures, sums_C / counts_C]
+        ).tolist()
 
         lr_share = learner.lr_share(step)
         lr = lr_share * learner.recipe.lr
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
             raise CheckFailed(
-                f"Training diverged: at a learning rate of {lr:.2g} the loss is {loss}, its"
+                f"Training diverged: at a learning rate of {lr:.2g} the loss is {mean_loss}, its"
                 f" gradient's norm {grad_norm}.",
                 learner.spec.directory,
                 "Lower train.lr, raise train.warmup_steps or set train.precision: fp32.",
             )
         set_lr(self.optimizer, lr_share)
         self.optimizer.step()
-        metrics = {"loss": loss}
+        metrics = {"loss": mean_loss}
         metrics.update(learner.metrics(step, means), grad_norm=grad_norm, lr=lr)
-        return StepResult(loss, int(num_positions), metrics)
+        return StepResult(mean_loss, int(num_positions), metrics)
 
     def clip_gradients(self) -> Tensor:
         """Clip each module's gradient to `train.max_grad_norm`; return their norm before it."""

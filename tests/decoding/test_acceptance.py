@@ -33,7 +33,6 @@ from tests.decoding.steps import (
 RULES = [
     greedy_acceptance,
     TypicalAcceptance(0.7),
-    TypicalAcceptance(0.7, samples=True),
     RejectionSampling(0.7),
     RejectionSampling(0.7, 0.9),
 ]
@@ -75,11 +74,6 @@ def test_typical_is_the_papers_formula_over_every_candidate(seed, choices, tempe
     accepted = TypicalAcceptance(temperature).accept(logits, tokens, tree)
     assert accepted == (row, logits[row].argmax())
 
-    noise = gumbel((tree.max_depth + 1, VOCAB), seed)
-    drawn = (logits[row] / temperature + noise[tree.depth[row]]).argmax()
-    sampling = TypicalAcceptance(temperature, samples=True)
-    assert sampling.accept(logits, tokens, tree, noise) == (row, drawn)
-
 
 def test_impossible_tokens_keep_the_entropy_finite():
     logits = torch.tensor([[0.0, 0.0, -torch.inf], [5.0, 0.0, -torch.inf]])
@@ -90,9 +84,8 @@ def test_a_rule_is_made_by_its_name():
     assert acceptance_rule("greedy", 0.7) is greedy_acceptance
     for name in ("typical", "rejection"):
         assert acceptance_rule(name, 0.0, top_p=0.9) is greedy_acceptance
-    sampling = acceptance_rule("typical", 0.7, first_token="sampled")
-    assert sampling == TypicalAcceptance(0.7, 0.09, 0.3, samples=True)
-    assert acceptance_rule("typical", 0.7, 0.1, 0.2) == TypicalAcceptance(0.7, 0.1, 0.2)
+    assert acceptance_rule("typical", 0.7, 0.04) == TypicalAcceptance(0.7, 0.04)
+    assert TypicalAcceptance(0.7, 0.04).delta == 0.2
     assert acceptance_rule("rejection", 0.7, top_p=0.9) == RejectionSampling(0.7, 0.9)
     for temperature, top_p in ((-0.1, 1.0), (0.7, 0.0), (0.7, 1.1)):
         with pytest.raises(ValueError, match="temperature"):

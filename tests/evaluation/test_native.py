@@ -117,7 +117,6 @@ def test_a_baseline_that_fails_is_named_and_spoils_no_other(check, asked, monkey
     "settings",
     [
         {"acceptance": "typical"},
-        {"acceptance": "typical", "first_token": "sampled"},
         {"acceptance": "rejection", "top_p": 0.95},
     ],
 )

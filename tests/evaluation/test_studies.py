@@ -10,7 +10,6 @@ import pytest
 from pipeline.artifacts.check_result import CheckFigures, GreedyMatch, NativeFigures
 from pipeline.artifacts.tree_file import Calibration, read_calibration
 from pipeline.config import CheckConfig
-from pipeline.decoding.acceptance import TypicalAcceptance
 from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import replay
@@ -117,18 +116,6 @@ def test_exact_sampling_writes_the_text_of_plain_sampling(decoding):
         assert before.log_likelihood == pytest.approx(tree.log_likelihood, abs=1e-4)
         assert before.acceleration_rate == 1.0 <= tree.acceleration_rate
     assert rows[2].log_likelihood < rows[0].log_likelihood
-
-
-def test_delta_is_the_root_of_eps_in_every_typical_row(decoding, monkeypatch):
-    rules = []
-    monkeypatch.setattr(
-        studies, "rule_rows", lambda _, sides, __: rules.extend(sides.values()) or []
-    )
-    run_studies(decoding, settings("typical", first_token="sampled"), None)
-    assert rules[-2:] == [
-        TypicalAcceptance(0.8, eps=0.04, delta=0.2, samples=True),
-        TypicalAcceptance(0.8, eps=0.25, delta=0.5, samples=True),
-    ]
 
 
 @pytest.mark.parametrize("tree", [TREE, DynamicTree(8, 3, 4)], ids=["static", "dynamic"])

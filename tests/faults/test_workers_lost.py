@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.flow import run_flow
+from pipeline.run import sharded
 from pipeline.stages import features, generate
 from tests.faults.unfinished import assert_as_uninterrupted, cut_before, files_of
 from tests.faults.workers import (
@@ -58,7 +59,9 @@ def test_a_killed_or_hanging_worker_costs_one_attempt(
 ):
     monkeypatch.setattr(generate, "Worker", HangsOnceAndIsKilledOnce)
     monkeypatch.setattr(features, "Worker", functools.partial(KilledOnce, features.NAME))
-    run = generated(make_config(tmp_path, limits__max_hours_per_shard=DEADLINE / 3600))
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded, "SECONDS_PER_SHARD", DEADLINE)
+        run = generated(make_config(tmp_path))
     killed, hung = deaths_in(run, "generate")
     assert (killed["shard"], hung["shard"]) == (MIDDLE, HUNG) and killed["error"]
     assert "It hung" in hung["error"] and "wait_for_an_answer_that_never_comes" in hung["error"]
@@ -78,8 +81,8 @@ def test_a_deadly_row_alone_is_quarantined(ray_cluster, before, make_config, tmp
     crashing = [row["id"] for row in stored(before) if row["split"] == "train"][-3]
     (tmp_path / "crashing.txt").write_text(crashing)
     monkeypatch.setattr(generate, "Worker", Poisoned)
-    config = make_config(tmp_path, limits__max_consecutive_failures=DEATHS)
-    run = generated(config)
+    monkeypatch.setattr(sharded, "MAX_FAILURES", DEATHS)
+    run = generated(make_config(tmp_path))
     stage = latest(run, "generate")
     (refused,) = [row for row in quarantined(stage) if row not in quarantined(before)]
     assert (refused["id"], refused["row"]["id"]) == (crashing, crashing)

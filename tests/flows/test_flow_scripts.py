@@ -66,7 +66,7 @@ def story(tmp_path, tiny_target, tiny_seeds, monkeypatch):
             "generate.samples=1",
             "generate.max_new_tokens=16",
             "check.engines=[native]",
-            "check.require_learning=false",  # of a random target
+            "check.min_acceleration_rate=0",  # of a random target
             "check.max_new_tokens=6",
             "check.repeats=1",
             "limits.min_free_disk_gb=0",

@@ -166,7 +166,7 @@ def tiny_settings(target: Path, seeds: Path, root: Path, **changes: Any) -> dict
             "engines": ["native"],
             "repeats": 1,
             "baselines": [],
-            "require_learning": False,
+            "min_acceleration_rate": 0,
         },
         "limits": {"min_free_disk_gb": 0},
     }

@@ -15,7 +15,7 @@ from pipeline.heads.losses import Teacher
 def plain_summed_cross_entropy(
     hidden_KND: Tensor, lm_head: Tensor, labels_KN: Tensor, teacher: Teacher | None = None
 ) -> Tensor:
-    """Sum each head's cross entropy over its labels: [K], as `summed_cross_entropy`."""
+    """Sum each head's cross entropy over its labels: [K]."""
     logits_KNV = hidden_KND @ lm_head.mT
     losses_KN = cross_entropy(
         logits_KNV.flatten(0, 1), labels_KN.flatten(), ignore_index=IGNORED, reduction="none"

@@ -83,7 +83,7 @@ def test_losses_and_gradients_leave_the_other_tokens_out(kind: str, share: float
     head = TargetHead(weights[:W], bias)
     rows = torch.randint(-1, M, (K, N), generator=generator)
     teacher = share and Teacher(head, weights[W:], rows, share)
-    found = drafting.summed_losses(hidden, following, labels, teacher, WEIGHTS)
+    loss, found = drafting.weighted_loss(hidden, following, labels, teacher, WEIGHTS)
 
     states, lm_head = whole.states(hidden, following, labels), whole.lm_head[..., TOKENS, :]
     row_of = torch.full((W + 1,), IGNORED)  # the last one is of -100
@@ -94,7 +94,7 @@ def test_losses_and_gradients_leave_the_other_tokens_out(kind: str, share: float
     expected = plain_summed_cross_entropy(states, lm_head, own, teacher)
     torch.testing.assert_close(found, expected)
 
-    (WEIGHTS * found).sum().backward()
+    loss.backward()
     (WEIGHTS * expected).sum().backward()
     for name, weight in whole.named_parameters():
         if weight.requires_grad:
@@ -156,7 +156,7 @@ def test_the_tokens_are_part_of_the_trained_heads_file(tmp_path, kind: str):
     found = read_trained_heads(path)
     assert found.shape == drafting.shape and read_summary(path, drafting.shape)
     assert found.vocabulary.token_map.tolist() == TOKENS
-    losses = [each.summed_losses(*text(), None, WEIGHTS) for each in (found, drafting)]
+    losses = [each.weighted_loss(*text(), None, WEIGHTS)[1] for each in (found, drafting)]
     assert torch.equal(*losses)
 
 

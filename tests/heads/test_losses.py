@@ -5,7 +5,6 @@ chunk of logits held.
 from __future__ import annotations
 
 import math
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.losses import TargetHead, Teacher, summed_cross_entropy
+from pipeline.heads.losses import TargetHead, Teacher, weighted_cross_entropy
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
 from tests.fake_cuda.ledger import Ledger
@@ -23,7 +22,6 @@ from tests.heads.plain_loss import plain_summed_cross_entropy
 K, N, M, D, V = 3, 23, 26, 8, 19
 WEIGHTS = torch.tensor([0.8, 0.0, 0.3], dtype=torch.float64)
 ONES = torch.ones(K)
-chunked = partial(summed_cross_entropy, weights_K=WEIGHTS)
 ROW_BYTES = V * 8 * 2  # of logits in fp64, with the target's
 LM_HEADS = ("untied", "tied", "shared")  # tied: one, frozen; shared: one that trains
 every_lm_head = pytest.mark.parametrize("lm_heads", LM_HEADS)
@@ -53,13 +51,19 @@ def case(lm_heads: str, share: float | None = None, dtype: torch.dtype = torch.f
     return hidden, lm_head.requires_grad_(lm_heads != "tied"), labels, teacher
 
 
-def summed(compute, hidden, lm_head, labels, teacher) -> list[torch.Tensor]:
-    """Compute the sums and the gradients of trained tensors, on copies."""
+def plain(hidden, lm_head, labels, teacher, weights):
+    sums = plain_summed_cross_entropy(hidden, lm_head, labels, teacher)
+    return (weights * sums).sum(), sums.detach()
+
+
+def computed(compute, hidden, lm_head, labels, teacher) -> list[torch.Tensor]:
+    """Compute the loss, the sums and the gradients of trained tensors, on copies."""
     hidden = hidden.detach().clone().requires_grad_()
     lm_head = lm_head.detach().clone().requires_grad_(lm_head.requires_grad)
-    sums = compute(hidden, lm_head, labels, teacher)
-    (WEIGHTS * sums).sum().backward()
-    return [sums.detach(), *(each.grad for each in (hidden, lm_head) if each.requires_grad)]
+    loss, sums = compute(hidden, lm_head, labels, teacher, WEIGHTS)
+    assert not sums.requires_grad
+    loss.backward()
+    return [loss.detach(), sums, *(each.grad for each in (hidden, lm_head) if each.requires_grad)]
 
 
 PRESENT = st.sampled_from([0.0, 0.1, 0.7, 1.0])
@@ -83,9 +87,9 @@ def test_values_and_gradients_equal_the_definition(
     labels = drawn(V, labelled, IGNORED)
     teacher = teacher and teacher._replace(rows_KN=drawn(M, taught, -1))
     with chunks_of(num_rows * ROW_BYTES):
-        found = summed(chunked, hidden, lm_head, labels, teacher)
-    expected = summed(plain_summed_cross_entropy, hidden, lm_head, labels, teacher)
-    assert len(found) == (2 if lm_heads == "tied" else 3)
+        found = computed(weighted_cross_entropy, hidden, lm_head, labels, teacher)
+    expected = computed(plain, hidden, lm_head, labels, teacher)
+    assert len(found) == (3 if lm_heads == "tied" else 4)
     torch.testing.assert_close(found, expected)
 
 
@@ -104,7 +108,8 @@ def test_a_confident_head_in_bfloat16_still_learns(share):
     label = torch.zeros(1, 1, dtype=torch.int64)
     teacher = Teacher(TargetHead(own), states, label, share) if share else None
     lm_head.requires_grad_()
-    summed_cross_entropy(states[None], lm_head, label, teacher, ONES[:1]).sum().backward()
+    loss, _ = weighted_cross_entropy(states[None], lm_head, label, teacher, ONES[:1])
+    loss.backward()
     q, p = (torch.sigmoid(torch.tensor(logit)) for logit in (6.9375, 9.6875))
     expected = q - 0.5 - 0.5 * p if share else q - 1
     torch.testing.assert_close(lm_head.grad[0, 0].float(), expected, rtol=1e-2, atol=0)
@@ -118,21 +123,12 @@ def test_under_autocast_gradients_stay_in_the_weights_dtype():
     (expected,) = torch.autograd.grad(exact.sum(), lm_head)
     with torch.autocast("cpu", torch.bfloat16), chunks_of(7 * ROW_BYTES):
         in_half = heads.hidden(hidden[0])
-        sums = summed_cross_entropy(in_half, lm_head, labels, None, ONES)
-    sums.sum().backward()
+        loss, sums = weighted_cross_entropy(in_half, lm_head, labels, None, ONES)
+    loss.backward()
     assert in_half.dtype == torch.bfloat16
     assert lm_head.grad.dtype == heads.block_weight.grad.dtype == torch.float32
     torch.testing.assert_close(sums, exact, rtol=2e-2, atol=0)
     torch.testing.assert_close(lm_head.grad, expected, rtol=2e-2, atol=0.3)
-
-
-def test_gradients_are_used_once_and_with_the_weights_given():
-    loss = summed_cross_entropy(*case("untied"), ONES).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(TypeError):
-        loss.backward()
-    with pytest.raises(AssertionError, match="weigh the sums"):
-        (2 * summed_cross_entropy(*case("shared"), ONES)).sum().backward()
 
 
 @pytest.mark.parametrize(("num_bytes", "factor"), [(1 << 30, 2), (1 << 14, 0)])
@@ -144,7 +140,7 @@ def test_memory_is_bounded_by_a_chunk_and_a_head(num_bytes, factor, tied: bool):
         lm_head = lm_head.expand(3, -1, -1).contiguous().requires_grad_()
     labels = torch.zeros(3, 64, dtype=torch.int64)
     with chunks_of(num_bytes), Ledger() as ledger:
-        summed_cross_entropy(hidden, lm_head, labels, None, ONES)
+        weighted_cross_entropy(hidden, lm_head, labels, None, ONES)
     of_one_head, read_by_one = 64 * 300 * 8, 3 if tied else 1
     least = factor * read_by_one
     assert least <= ledger.peak["cpu"] / of_one_head < least + 1

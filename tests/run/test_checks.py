@@ -41,7 +41,6 @@ REFUSED = [
     ({"check__prompts": "/absent.jsonl"}, "check.prompts"),
     ({"check__acceptance": "rejection"}, "check.temperature"),
     ({**SAMPLED, "check__acceptance": "typical", "check__top_p": 0.9}, "check.top_p"),
-    ({**SAMPLED, "check__first_token": "sampled"}, "check.first_token"),
     ({"push__repo_id": "me/heads"}, "push.base_model"),
     ({"push__repo_id": "heads", "push__base_model": "owner/model"}, "push.repo_id"),
     ({"push__repo_id": "me/heads", "push__base_model": "not an id"}, "push.base_model"),
@@ -85,7 +84,7 @@ def test_a_plan_and_a_run_refuse_and_name_the_key(make_config, tmp_path, changes
         MEDUSA_2,
         {"train__backbone__shard": True, **MEDUSA_2},
         {**SHARD_4BIT, "train__backbone__quantization": "none"},
-        {**SAMPLED, "check__acceptance": "typical", "check__first_token": "sampled"},
+        {**SAMPLED, "check__acceptance": "typical"},
     ],
 )
 def test_a_run_is_allowed(make_config, tmp_path, changes):

@@ -88,7 +88,7 @@ OTHER = {
     "calibrate": {
         "calibrate": {"tree": "dynamic", "nodes": 4, "depth": 2, "top": 5, "draft_tokens": 2}
     },
-    "export": {"export": {"dtype": "bfloat16", "formats": ["shared"]}},
+    "export": {"export": {"formats": ["shared"]}},
     "check": {"check": {"max_new_tokens": 9, "prompts": 9, "acceptance": "typical"}},
 }
 SAME = {

@@ -24,8 +24,8 @@ def checkpoint(value: int) -> Checkpoint:
     return Checkpoint(tensors, {"step": value})
 
 
-def save(directory: Path, *steps: int, keep: int = 2) -> Checkpoints:
-    with Checkpoints(directory, TrainConfig(keep_checkpoints=keep)) as checkpoints:
+def save(directory: Path, *steps: int) -> Checkpoints:
+    with Checkpoints(directory, TrainConfig()) as checkpoints:
         for step in steps:
             checkpoints.save(step, checkpoint(step))
     return checkpoints
@@ -80,9 +80,9 @@ def test_a_flipped_bit_anywhere_falls_back_to_the_one_before(tmp_path):
 
 
 def test_the_newest_are_kept_and_damaged_ones_displace_none(tmp_path):
-    assert save(tmp_path / "whole", 10, 20, 30, 40, keep=2).saved_steps() == [40, 30]
-    save(tmp_path, 10, 20, keep=1).path(20).write_bytes(b"damaged")
-    assert save(tmp_path, 15, keep=1).saved_steps() == [15]
+    assert save(tmp_path / "whole", 10, 20, 30, 40).saved_steps() == [40, 30]
+    save(tmp_path, 10, 20).path(20).write_bytes(b"damaged")
+    assert save(tmp_path, 15).saved_steps() == [15, 10]
 
 
 def test_a_full_disk_is_reported_and_keeps_the_checkpoint_before(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from pipeline.artifacts.json_form import from_json
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import DataError
+from pipeline.training import checkpoints
 from pipeline.training.checkpoints import read_checkpoint
 from pipeline.training.feature_batches import Batch
 from pipeline.training.held_out_accuracy import Evaluation
@@ -131,8 +132,9 @@ def best(make_spec, monkeypatch) -> int:
     return step
 
 
-def test_the_best_state_is_written_not_the_last(make_spec, best):
-    spec = make_spec(epochs=5, patience=100, checkpoint_every=1, keep_checkpoints=100)
+def test_the_best_state_is_written_not_the_last(make_spec, best, monkeypatch):
+    monkeypatch.setattr(checkpoints, "KEPT", 100)
+    spec = make_spec(epochs=5, patience=100, checkpoint_every=1)
     result = train(spec)
     assert result.best_step == best < result.steps == max(evaluations(spec))
     assert result.held_out[0]["loss"] == evaluations(spec)[best]
