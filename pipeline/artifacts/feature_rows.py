@@ -105,7 +105,7 @@ class FeatureRow:
             answers.append(np.concatenate([self.next_N[start:stop], last_token]))
         return answers
 
-    def teachers(self, start: int, stop: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
+    def soft_label_states(self, start: int, stop: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
         """Return states [M, D] for soft labels, and the index of each label's state [K, N].
 
         The label of head k at position t is the token at t+2+k. The state at t+1+k predicts it, and

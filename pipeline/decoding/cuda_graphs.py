@@ -140,7 +140,7 @@ class CapturedSteps:
         self._captured: dict[_Kind, Callable[[], None]] = {}
         self._allocation = 0
 
-    def start(self, state: BatchState) -> None:
+    def begin_decoding(self, state: BatchState) -> None:
         """Copy a batch's decoding state and cached lengths into the buffers of its size.
 
         If the KV cache was reallocated, all captured graphs are dropped.
@@ -158,12 +158,12 @@ class CapturedSteps:
         buffers = self._buffers[size]
         buffers.set_state(state)
         buffers.length_B.copy_(torch.tensor(self._cache.lengths))
-        self._steps.start(buffers.state)
+        self._steps.begin_decoding(buffers.state)
 
     def drop_texts(self, kept: Sequence[int]) -> None:
         """Drop finished texts from the decoded batch; keep the ascending indices `kept`."""
         self._cache.drop_sequences(kept)
-        self.start(self._steps.state.at(kept))
+        self.begin_decoding(self._steps.state.at(kept))
 
     def decode_step(
         self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None

@@ -274,7 +274,7 @@ class Decoder:
                 hidden.append(hidden_1D)
                 tokens.append(token_1)
                 yield [(text.number, self._cut_at_end(text, token_1.tolist()))]
-            self._steps.start(BatchState(torch.cat(hidden), torch.cat(tokens)))
+            self._steps.begin_decoding(BatchState(torch.cat(hidden), torch.cat(tokens)))
             while open_texts := [text for text in texts if text.room]:
                 if len(open_texts) < len(texts):
                     self._steps.drop_texts([place for place, text in enumerate(texts) if text.room])

@@ -103,9 +103,9 @@ class DraftedSteps(TreeSteps):
         self._drafter = drafter
         self._observed: list[int] = []
 
-    def start(self, state: BatchState) -> None:
+    def begin_decoding(self, state: BatchState) -> None:
         """Set the decoding state after the prefill, and pass its token to the drafter."""
-        super().start(state)
+        super().begin_decoding(state)
         self._drafter.text += state.token_B.tolist()
 
     def propose_trees(self) -> tuple[TreeRows, Tensor]:

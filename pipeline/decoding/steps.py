@@ -138,7 +138,7 @@ class TreeSteps:
         self.cache = cache
         self.max_length = max_length
 
-    def start(self, state: BatchState) -> None:
+    def begin_decoding(self, state: BatchState) -> None:
         """Set the batch's decoding state after the prefill; the KV cache holds the prompts."""
         self.state = state
 

@@ -229,7 +229,7 @@ def _assemble_batch(
         labels_KN[:, start:stop] = torch.from_numpy(row.labels_KN[:, piece.start : piece.stop])
         start = stop
         if soft_labels:
-            states_MD, rows_KN = row.teachers(piece.start, piece.stop)
+            states_MD, rows_KN = row.soft_label_states(piece.start, piece.stop)
             states.append(states_MD)
             rows_of_labels.append(np.where(rows_KN < 0, -1, rows_KN + num_states))
             num_states += len(states_MD)

@@ -65,7 +65,7 @@ class MetricsLog:
             write_json(directory / TRACKING_FILE, {"id": run_id})
             for name in spec.settings.report_to:
                 tracker = self._trackers[name] = TRACKERS[name]()
-                with self._dropping(name):
+                with self._drop_if_it_fails(name):
                     tracker.begin(spec, run_id, self._reported)
 
     def __enter__(self) -> MetricsLog:
@@ -85,7 +85,7 @@ class MetricsLog:
         self._file.flush()
         if step > self._reported:
             for name, tracker in list(self._trackers.items()):
-                with self._dropping(name):
+                with self._drop_if_it_fails(name):
                     tracker.log(step, dict(flatten_metrics(metrics)))
 
     def finish(self, result: Mapping[str, Any] | None = None) -> list[str]:
@@ -95,13 +95,13 @@ class MetricsLog:
         the warnings.
         """
         for name, tracker in list(self._trackers.items()):
-            with self._dropping(name):
+            with self._drop_if_it_fails(name):
                 tracker.finish(result)
         self._trackers.clear()
         return self._warnings
 
     @contextlib.contextmanager
-    def _dropping(self, name: str) -> Iterator[None]:
+    def _drop_if_it_fails(self, name: str) -> Iterator[None]:
         """Context manager: drop a training tracker, with one warning, if it raises."""
         try:
             yield

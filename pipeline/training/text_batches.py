@@ -174,7 +174,7 @@ def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextB
     learned = []
     following = []
     labels = []
-    teachers = []
+    teacher_rows = []
     num_before = 0
     for row, texts in enumerate(sequences):
         start = 0
@@ -195,7 +195,7 @@ def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextB
             learned.append(row * longest + start + positions_N)
             following.append(text.ids[positions_N + 1])
             labels.append(labels_KN)
-            teachers.append(np.where(has_teacher_KN, teacher_KN + num_before, -1))
+            teacher_rows.append(np.where(has_teacher_KN, teacher_KN + num_before, -1))
             start = stop
             num_before += len(number_N)
     arrays = (
@@ -204,6 +204,6 @@ def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextB
         np.concatenate(learned),
         np.concatenate(following),
         np.concatenate(labels, 1),
-        np.concatenate(teachers, 1),
+        np.concatenate(teacher_rows, 1),
     )
     return TextBatch(*(torch.from_numpy(array.astype(np.int64)) for array in arrays))
