@@ -10,6 +10,9 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the signals that stop a run
+KEPT = "Finished stages and committed shards are kept; the same command continues."
+
 
 class MedusaDistillError(Exception):
     """The base of all errors that are shown to users.
@@ -78,3 +81,7 @@ class Interrupted(MedusaDistillError):
         super().__init__(f"Stopped by {signal.Signals(signum).name}.", fix=fix)
         self.args = (signum, fix)
         self.exit_code = 128 + signum
+
+
+class StoppedAtCheckpoint(MedusaDistillError):
+    """A training stopped because it was asked to; its text says after which step."""

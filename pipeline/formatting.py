@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from operator import itemgetter
 
 UNKNOWN = "-"
 
@@ -42,6 +44,12 @@ def rate(value: float | None) -> str:
     if isinstance(value, float) and value < 100:
         return show(value, ".1f")
     return count(value)
+
+
+def counts(numbers: Mapping[str, int]) -> str:
+    """Format counts by name, the largest first: `too-long 6, empty 4`."""
+    largest = sorted(numbers.items(), key=itemgetter(1), reverse=True)
+    return ", ".join(f"{name} {count(number)}" for name, number in largest)
 
 
 def duration(seconds: float | None) -> str:

@@ -21,14 +21,12 @@ from typing import Any, TextIO, cast
 import typer
 from rich.console import Console
 
-from pipeline.errors import EnvironmentFault, Interrupted, MedusaDistillError
+from pipeline.errors import KEPT, STOPS, EnvironmentFault, Interrupted, MedusaDistillError
 from pipeline.formatting import visible
 from pipeline.redact import keep_out_of_logs, redacted
 from pipeline.storage.atomic import disk_fault
 
 UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-KEPT = "What was committed is kept; the same command continues."
 
 
 def ends_well(story: Callable[[], Any], *, commits: bool = True) -> int:

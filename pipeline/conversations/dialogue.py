@@ -151,6 +151,26 @@ class Dialogue:
         """Whether the target still has to answer a question of the seed."""
         return len(self._turns) > (0 if self._settings.answers_last else 1)
 
+    @property
+    def texts_left(self) -> int:
+        """The number of texts that the target still has to write, at most.
+
+        It is 0 for self-talk without a limit of rounds.
+        """
+        settings = self._settings
+        if self._ending is not None or settings.mode == "passthrough":
+            return 0
+        num_asked = len(self._turns) + (self._pending is not None)
+        if self._turns and not settings.answers_last:
+            num_asked -= 1
+        rounds_left = num_asked
+        if settings.rounds is not None:
+            rounds_left = settings.rounds - self._num_answers
+        if settings.mode == "replay":
+            return min(num_asked, rounds_left)
+        questions_left = rounds_left - (self._writer == "assistant")
+        return max(0, rounds_left + questions_left)
+
     def next_request(self) -> Request | None:
         """Return the next request to an engine, or None if the conversation is over.
 

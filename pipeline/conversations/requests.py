@@ -58,6 +58,47 @@ class Completion:
     finished: Finish
 
 
+@dataclass
+class TextCounts:
+    """Counts of the texts that an engine writes, with an estimate of the tokens left.
+
+    Attributes:
+        left: The texts that are not finished, at most, running ones included.
+        longest: The tokens of a text, at most.
+        ended: The finished texts.
+        ended_tokens: The tokens of finished texts.
+        running_tokens: The tokens of texts that are still written.
+    """
+
+    left: int = 0
+    longest: int = 0
+    ended: int = 0
+    ended_tokens: int = 0
+    running_tokens: int = 0
+
+    def end_text(self, num_tokens: int) -> None:
+        """Count a finished text."""
+        self.ended += 1
+        self.ended_tokens += num_tokens
+
+    @property
+    def tokens(self) -> int:
+        """The tokens so far."""
+        return self.ended_tokens + self.running_tokens
+
+    @property
+    def tokens_left(self) -> int:
+        """The expected number of tokens left.
+
+        It is the most possible until a text ends. Then a text has tokens / ended tokens on average:
+        the estimate for texts that end at random, in which running texts are not taken for short.
+        """
+        most = self.left * self.longest - self.running_tokens
+        if self.ended:
+            most = min(most, self.left * self.tokens // self.ended)
+        return max(0, most)
+
+
 def sample_seed(run_seed: int, row_id: str, turn: int) -> int:
     """Return the 63-bit sampling seed of a request: a hash of the run's seed, row id and turn.
 

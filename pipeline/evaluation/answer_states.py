@@ -155,8 +155,9 @@ def written_answers(
         "replay", sampling, context_length(target), settings.rounds, settings.on_truncated
     )
     dialogues = [Dialogue(conversation, template, replay) for conversation in conversations]
-    progress.begin("answers to calibrate.data", len(dialogues), unit="conversations")
+    progress.begin(f"{settings.engine} starts", 0)
     engine = make_generation_engine(settings.engine, target, settings.engine_args, gpus)
+    progress.begin("answers to calibrate.data", len(dialogues), unit="conversations")
     answer_all(engine, dialogues, progress)
     answers = []
     for number, dialogue in enumerate(dialogues):

@@ -120,7 +120,7 @@ def check_native(
     target = request.target
     settings = request.settings
     prompts = request.prompts
-    progress.begin("native", len(prompts) * settings.repeats)
+    progress.begin("the target loads", 0)
     model = load_on_gpus(target, request.gpus)
     heads = read_heads(request.export, model)
     layout = read_layout(request.export)
@@ -210,14 +210,18 @@ def decode_check_prompts(
     warmed = prompts[:NUM_WARM_UPS]
     if plain.captures or accelerated.captures:
         warmed = prompts  # so that the graphs of every length are captured before timing
-    take_turns(greedily, warmed, failed)
-    take_turns(by_rule, warmed, failed)
+    progress.begin("native, warm-up", 0, unit="answers")
+    take_turns(greedily, warmed, failed, progress)
+    take_turns(by_rule, warmed, failed, progress)
     passes = []
+    num_answers = request.settings.repeats * len(prompts) * len(by_rule)
+    progress.begin("native", num_answers, unit="answers")
     for _ in range(request.settings.repeats):
         passes.append(take_turns(by_rule, prompts, failed, progress))
     greedy_passes = passes
     if rule is not greedy_acceptance:
-        greedy_passes = [take_turns(greedily, prompts, failed)]
+        progress.begin("native, greedy", len(prompts) * len(greedily), unit="answers")
+        greedy_passes = [take_turns(greedily, prompts, failed, progress)]
     require_steps(answer.accepted for answer in passes[0][ACCELERATED])
     return Measurement(request, plain.model, passes, greedy_passes, failed)
 

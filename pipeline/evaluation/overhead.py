@@ -92,7 +92,8 @@ def overhead_curve(
             if decoders and overheads(plain, {0: decoder}, prompts[:NUM_TRIALS])[0] > deepest + 1:
                 break
             decoders[size] = decoder
-        progress.begin(f"overheads of {len(decoders)} sizes", len(prompts))
+        num_measured = len(prompts) * (1 + len(decoders))
+        progress.begin(f"overheads of {len(decoders)} sizes", num_measured, unit="measurements")
         return overheads(plain, decoders, prompts, progress)
 
 
@@ -111,9 +112,10 @@ def overheads(
     seconds: dict[int, list[float]] = {name: [] for name in others}
     for prompt_ids in prompts:
         plainly += step_seconds(plain, prompt_ids)
+        progress.advance()
         for name, decoder in others.items():
             seconds[name] += step_seconds(decoder, prompt_ids)
-        progress.advance()
+            progress.advance()
     return {
         name: lower_quartile(taken) / lower_quartile(plainly) for name, taken in seconds.items()
     }

@@ -222,8 +222,10 @@ def ask_questions(
     )
     dialogues = [Dialogue(question, template, replay) for question in questions]
     if any(dialogue.needs_answers for dialogue in dialogues):
+        progress.begin(f"{engine} starts", 0)
+        running = make_generation_engine(engine, target, {}, gpus)
         progress.begin("the prompts of later turns", len(dialogues), unit="questions")
-        answer_all(make_generation_engine(engine, target, {}, gpus), dialogues, progress)
+        answer_all(running, dialogues, progress)
     else:
         run_dialogues(dialogues, None)
     return dialogues
@@ -234,7 +236,7 @@ def answer_all(
 ) -> None:
     """Run the dialogues on the engine until all are finished, then close the engine."""
     with contextlib.closing(engine):
-        run_dialogues(dialogues, engine, progress.advance)
+        run_dialogues(dialogues, engine, progress.update)
 
 
 def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:

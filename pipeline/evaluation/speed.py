@@ -171,17 +171,22 @@ def take_turns(
 
     Because of the turns, changes in the machine's speed affect all methods alike. A prompt's index
     is its seed. A method that fails on a prompt is skipped from there on and left out of the
-    result; `failed` receives the reason, and methods already in it are skipped.
+    result; `failed` receives the reason, and methods already in it are skipped. `progress` counts
+    the answers, those that are skipped too.
     """
     written: dict[str, list[Decoded]] = {name: [] for name in methods if name not in failed}
     for seed, prompt in enumerate(prompts):
-        for name in list(written):
-            try:
-                written[name].append(methods[name](prompt.ids, seed))
-            except CannotDecode as reason:
-                failed[name] = str(reason)
-                del written[name]
-        progress.advance()
+        for name, decode in methods.items():
+            num_tokens = 0
+            if name in written:
+                try:
+                    answer = decode(prompt.ids, seed)
+                    written[name].append(answer)
+                    num_tokens = len(answer.token_ids)
+                except CannotDecode as reason:
+                    failed[name] = str(reason)
+                    del written[name]
+            progress.advance(tokens=num_tokens)
     return written
 
 

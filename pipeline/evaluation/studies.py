@@ -111,7 +111,7 @@ def run_studies(
     num_tokens = min(settings.max_new_tokens, MAX_NEW_TOKENS)
     found = Studies()
     for number, name in enumerate(asked):
-        progress.begin("native", len(asked), done=number, unit="studies")
+        progress.begin(f"native study {name}", len(asked), done=number, unit="studies")
         if name == "trees":
             assert calibration is not None
             found = replace(found, trees=tree_ladder(decoding, calibration))

@@ -1,17 +1,18 @@
 """Report a stage's progress, also from worker processes, and display it.
 
 `Meter` shows a live bar on a terminal, or a spinner while the end is unknown; elsewhere it prints a
-line every 15 seconds at most. In the process that created a `ProgressReporter` or a
-`ShardProgress`, a report is shown at once. A copy that was pickled to another process writes a
-`ProgressFile`, which the waiting process reads in `poll`.
+line every 15 seconds at most, and none while nothing changes. In the process that created a
+`ProgressReporter` or a `ShardProgress`, a report is shown at once. A copy that was pickled to
+another process writes a `ProgressFile`, which the waiting process reads in `poll`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,28 +20,33 @@ from typing import Any
 from rich import progress as bars
 from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.text import Text
 
-from pipeline.formatting import duration, visible
+from pipeline.formatting import duration, rate, visible
 from pipeline.storage.progress_file import ProgressFile
 from pipeline.storage.shards import ShardTask
 
 STAGE_WIDTH = len("tuned-features")  # characters of the column with stage names
 SECONDS_BETWEEN_LINES = 15.0
-SECONDS_OF_RATE = 600.0  # the window from which the remaining time is estimated
+SECONDS_BEFORE_ESTIMATE = 2.0  # of a part; before, no time left is shown
 SUFFIX = ".progress.tmp"  # of a progress file's name, one file per running shard
 NOWHERE = Path(os.devnull, "none")  # no such folder: ProgressFile ignores the failed writes
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of one part of a stage; a total of 0 is unknown."""
+    """Progress of one part of a stage; a total of 0 is unknown.
+
+    `tokens` counts those of unfinished units too. `tokens_left` is an estimate; without one it is
+    0, and the units give the time left.
+    """
 
     part: str = ""
     done: int = 0
     total: int = 0
     unit: str = "prompts"
-    note: str = ""  # a rate or a loss
+    note: str = ""  # such as a loss
+    tokens: int = 0
+    tokens_left: int = 0
 
     @property
     def count(self) -> str:
@@ -62,9 +68,9 @@ class ProgressReporter:
     def __init__(self, path: Path = NOWHERE, show: Callable[[Progress], None] | None = None):
         self.path, self._show = path, show
         self._file = ProgressFile(path)
+        self._stop = path.with_name(f"stop-{path.name}")
+        self._asked_to_stop = False
         self._now = Progress()
-        self._began = 0.0
-        self._tokens = 0  # generated tokens of this part
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ProgressReporter, (self.path,)
@@ -72,21 +78,15 @@ class ProgressReporter:
     def begin(self, part: str, total: int, *, done: int = 0, unit: str = "prompts") -> None:
         """Report that a part of a stage begins, of which `done` of `total` units are finished."""
         self._now = Progress(part, done, total, unit)
-        self._began, self._tokens = time.monotonic(), 0
         self._report(at_once=True)
 
     def advance(self, number: int = 1, tokens: int = 0) -> None:
-        """Add finished units, and the tokens generated for them, to the current part."""
-        self._tokens += tokens
-        note = ""
-        if self._tokens:
-            rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
-            note = f"{self._tokens:,} tokens, {rate:,.0f} tokens/s"
-        self.update(self._now.done + number, note)
+        """Add finished units, and the tokens made for them, to the current part."""
+        self.update(self._now.done + number, self._now.tokens + tokens)
 
-    def update(self, done: int, note: str = "") -> None:
-        """Set the number of finished units of the current part, and the note, and report them."""
-        self._now = replace(self._now, done=done, note=note)
+    def update(self, done: int, tokens: int = 0, tokens_left: int = 0, note: str = "") -> None:
+        """Set the counts of the current part, and the note, and report them."""
+        self._now = replace(self._now, done=done, tokens=tokens, tokens_left=tokens_left, note=note)
         self._report(at_once=done == self._now.total)
 
     def report(self, **progress: Any) -> None:
@@ -98,11 +98,29 @@ class ProgressReporter:
         """Show the last progress that a copy of this reporter in another process has written."""
         report = self._file.read()
         if self._show and report is not None:
-            self._show(Progress(**report))
+            self._now = Progress(**report)
+            self._show(self._now)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any progress has been reported."""
+        return self._now != Progress()
+
+    def ask_to_stop(self) -> None:
+        """Ask the function that reports to stop, also where it runs in another process."""
+        self._asked_to_stop = True
+        with contextlib.suppress(OSError):
+            self._stop.touch()
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether `ask_to_stop` was called on this reporter, or on the one that it is a copy of."""
+        return self._asked_to_stop or self._stop.exists()
 
     def close(self) -> None:
-        """Delete the file through which another process reports."""
+        """Delete the files through which the two processes report and ask."""
         self._file.remove()
+        ProgressFile(self._stop).remove()
 
     def _report(self, at_once: bool = False) -> None:
         """Show the progress, or write it to the file that the other process reads."""
@@ -116,7 +134,7 @@ SILENT = ProgressReporter()  # shows nothing
 
 
 class ShardProgress:
-    """Counts of finished conversations, and of tokens or positions, in shards not committed yet.
+    """Counts of finished conversations and of tokens in shards that are not committed yet.
 
     Args:
         folder: Where pickled copies write, one file per shard; both processes must see it.
@@ -141,10 +159,14 @@ class ShardProgress:
             self._done[task.index] = Counter()
             self._report(task.index, at_once=True)
 
-    def add(self, task: ShardTask, conversations: int, amount: int) -> None:
-        """Add finished conversations, and tokens or positions, to a shard's progress."""
+    def update(
+        self, task: ShardTask, conversations: int, tokens: int, tokens_left: int = 0
+    ) -> None:
+        """Set a shard's finished conversations, its tokens, and how many tokens may be left."""
         if task.index in self._done and task.rows is None:
-            self._done[task.index].update(conversations=conversations, amount=amount)
+            self._done[task.index] = Counter(
+                conversations=conversations, tokens=tokens, tokens_left=tokens_left
+            )
             self._report(task.index)
 
     def drop(self, task: ShardTask) -> None:
@@ -162,13 +184,13 @@ class ShardProgress:
             self._show()
 
     def total(self) -> Counter[str]:
-        """Return the sum of all shards' progress: counts of `conversations` and `amount`."""
+        """Return the sum of all shards' progress, by the arguments of `update`."""
         return sum(self._done.values(), Counter())
 
     @property
-    def begun(self) -> bool:
-        """Whether a worker has reported progress of a shard that is not committed yet."""
-        return bool(self._done)
+    def begun(self) -> Collection[int]:
+        """The indices of shards that a worker has begun and that are not committed yet."""
+        return self._done.keys()
 
     def close(self) -> None:
         """Delete the progress files of all shards, which dead workers may have left behind."""
@@ -208,47 +230,30 @@ class BarOrSpinner(bars.ProgressColumn):
         return self._bar.render(task)
 
 
-class TimeLeft(bars.ProgressColumn):
-    """A column of the live display: the estimated time left; empty without an estimate."""
-
-    max_refresh = 0.5
-
-    def render(self, task: bars.Task) -> Text:
-        """Render the time left of a task."""
-        return Text(time_left(task))
-
-
-def time_left(task: bars.Task) -> str:
-    """Format the estimated time left of a task; empty without an estimate and at the end."""
-    return f"{duration(task.time_remaining)} left" if task.time_remaining else ""
-
-
 class Meter:
     """The display of a stage's progress: a live bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console, name: str):
         self.console, self.name = console, name
-        self._part: tuple[str, str, int] | None = None
-        self._last_line = time.monotonic()
+        self._now = self._first = self._printed = Progress()
+        self._began = self._moved = self._last_line = time.monotonic()
         self._bar = bars.Progress(
             bars.TextColumn(f"{{task.description:>{STAGE_WIDTH}}}"),
             BarOrSpinner(),
             bars.TextColumn("{task.fields[text]}"),
             bars.TimeElapsedColumn(),
-            TimeLeft(),
+            bars.TextColumn("{task.fields[left]}"),
             console=console,
             transient=True,
             disable=not console.is_terminal,
             get_time=time.monotonic,
-            speed_estimate_period=SECONDS_OF_RATE,
         )
-        self._task = self._add_task(Progress())
+        self._task = self._add_task()
 
-    def _add_task(self, now: Progress) -> bars.TaskID:
+    def _add_task(self) -> bars.TaskID:
         """Add the part of a stage that begins to the live display."""
-        text = _joined(now.count, now.note, now.part)
-        total = now.total or None
-        return self._bar.add_task(self.name, total=total, completed=now.done, text=text)
+        total = self._now.total or None
+        return self._bar.add_task(self.name, total=total, text="", left="")
 
     def __enter__(self) -> Meter:
         self._bar.start()
@@ -258,21 +263,65 @@ class Meter:
         self._bar.stop()
 
     def show(self, now: Progress) -> None:
-        """Update a terminal's bar, or else print a line if the last one is 15 seconds old."""
-        part = (now.part, now.unit, now.total)
-        if part != self._part:
-            self._part = part
-            self._bar.remove_task(self._task)  # a reset would keep the total where none is known
-            self._task = self._add_task(now)
-        else:
-            text = _joined(now.count, now.note, now.part)
-            self._bar.update(self._task, completed=now.done, text=text)
+        """Update a terminal's bar, or else print a line if the last one is 15 seconds old.
+
+        No line is printed twice.
+        """
         moment = time.monotonic()
-        if not self.console.is_terminal and moment - self._last_line >= SECONDS_BETWEEN_LINES:
+        before, self._now = self._now, now
+        if (now.part, now.unit, now.total) != (before.part, before.unit, before.total):
+            self._first = now
+            self._began = self._moved = moment
+            self._bar.remove_task(self._task)  # a reset would keep the total where none is known
+            self._task = self._add_task()
+        elif (now.done, now.tokens) != (before.done, before.tokens):
+            self._moved = moment
+        elif (now.done, now.tokens) == (self._first.done, self._first.tokens):
+            self._began = self._moved = moment  # the part still waits for its first result
+        left = self._time_left()
+        text = _joined(now.count, self._tokens(), now.note, now.part)
+        self._bar.update(self._task, completed=self._completed(), text=text, left=left)
+        if self.console.is_terminal or now == self._printed:
+            return
+        if moment - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = moment
-            left = time_left(self._bar.tasks[0])
-            line = f"{self.name}: {_joined(now.count, left, now.note, now.part)}"
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self._printed = now
+            text = _joined(now.count, left, self._tokens(), now.note, now.part)
+            self.console.print(f"{self.name}: {text}", highlight=False, soft_wrap=True)
+
+    def _tokens(self) -> str:
+        """Format the part's tokens and their rate; empty without tokens."""
+        if not self._now.tokens:
+            return ""
+        seconds = self._moved - self._began
+        if not seconds:
+            return f"{self._now.tokens:,} tokens"
+        pace = (self._now.tokens - self._first.tokens) / seconds
+        return f"{self._now.tokens:,} tokens, {rate(pace)} tokens/s"
+
+    def _time_left(self) -> str:
+        """Format the time left at the part's mean pace; empty without an estimate and at the end.
+
+        Until the part finishes its first unit, expected tokens are the most that there can be.
+        """
+        now, first = self._now, self._first
+        left, made, bound = now.total - now.done, now.done - first.done, ""
+        if now.tokens_left:
+            left, made = now.tokens_left, now.tokens - first.tokens
+            if now.done == first.done:
+                bound = "at most "
+        seconds = self._moved - self._began
+        if left <= 0 or made <= 0 or seconds < SECONDS_BEFORE_ESTIMATE:
+            return ""
+        return f"{bound}{duration(seconds * left / made)} left"
+
+    def _completed(self) -> float:
+        """Return the finished units for the bar, with a share of the unfinished ones."""
+        now, first = self._now, self._first
+        if not now.tokens_left:
+            return now.done
+        share = now.tokens / (now.tokens + now.tokens_left)
+        return max(now.done, first.done + share * (now.total - first.done))
 
 
 def _joined(*texts: str) -> str:

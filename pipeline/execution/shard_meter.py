@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 from pipeline.execution.progress import Meter, Progress, ShardProgress
@@ -12,7 +11,7 @@ from pipeline.storage.stage_directory import StageDirectory
 
 
 class ShardMeter:
-    """Progress bar of a sharded stage: conversations, token rate, shards and quarantined rows.
+    """Progress bar of a sharded stage: conversations, tokens, shards and quarantined rows.
 
     Args:
         sizes: The number of conversations of each shard, by index.
@@ -31,7 +30,9 @@ class ShardMeter:
         self._meter, self._sizes = meter, sizes
         self._done = sum(sizes[index] for index in have)
         self._before = self.totals.stats["tokens"]
-        self._started: float | None = None  # when the first worker had loaded its model
+        self._has_begun = False  # whether a worker has loaded its model
+        self._tokens = 0
+        self._tokens_per_conversation = 0.0  # as expected by the workers
 
     def count(self, outcome: Outcome) -> None:
         """Add a committed shard to the progress bar, or discard a failed attempt's progress."""
@@ -46,16 +47,23 @@ class ShardMeter:
         self.progress.close()
 
     def _show(self) -> None:
-        """Show the stage's progress: conversations, shards, token rate and quarantined rows."""
+        """Show the stage's progress: conversations, shards, tokens and quarantined rows."""
+        begun = self.progress.begun
+        self._has_begun = self._has_begun or bool(begun)
+        if not self._has_begun:
+            self._meter.show(Progress("waiting for a worker to load the target"))
+            return
         now = self.progress.total()
-        if self._started is None and self.progress.begun:
-            self._started = time.monotonic()
+        done, total = self._done + now["conversations"], sum(self._sizes.values())
+        committed = self.totals.stats["tokens"] - self._before
+        self._tokens = max(self._tokens, int(committed) + now["tokens"])
+        num_begun = sum(self._sizes[index] for index in begun)
+        if num_begun:
+            expected = now["tokens"] + now["tokens_left"]
+            self._tokens_per_conversation = expected / num_begun
+        num_waiting = max(0, total - self._done - num_begun)
+        left = now["tokens_left"] + round(num_waiting * self._tokens_per_conversation)
         note = f"{self.totals.shards} of {len(self._sizes)} shards"
-        if self._started is not None:
-            made = self.totals.stats["tokens"] - self._before + now["amount"]
-            seconds = max(time.monotonic() - self._started, 1e-9)
-            note += f", {made / seconds:,.0f} tokens/s"
         if self.totals.quarantined:
             note += f", {self.totals.quarantined} quarantined"
-        done, total = self._done + now["conversations"], sum(self._sizes.values())
-        self._meter.show(Progress("", done, total, "conversations", note))
+        self._meter.show(Progress("", done, total, "conversations", note, self._tokens, left))

@@ -18,7 +18,7 @@ from pipeline.execution.executor import Executor, make_executor
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import Meter, ProgressReporter, print_stage
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.formatting import count
+from pipeline.formatting import count, counts
 from pipeline.run.resolved import ResolvedRun
 from pipeline.storage.fingerprint import FileDigests, fingerprint
 from pipeline.storage.receipts import Identity, Summary
@@ -169,6 +169,7 @@ class Context:
         """Context manager: yield a progress reporter for a stage, which a meter displays."""
         with Meter(self.console, stage.stage) as meter:
             progress = ProgressReporter(stage.path.absolute() / "progress.tmp", meter.show)
+            progress.close()  # a driver that was killed may have left its files
             try:
                 yield progress
             finally:
@@ -215,7 +216,8 @@ class Stage:
     def one_line(self, summary: Summary) -> str:
         """Format the figures in a finished stage's summary as one line for the terminal.
 
-        A float below 1,000 has 4 significant digits, a larger one no decimals.
+        A float below 1,000 has 4 significant digits, a larger one no decimals. Quarantined rows are
+        followed by their reasons.
         """
         parts = []
         for key, label in self.figures.items():
@@ -225,7 +227,10 @@ class Stage:
             if value is not None:
                 if isinstance(value, float) and value < 1000:
                     value = f"{value:.4g}"
-                parts.append(f"{label} {count(value)}")
+                part = f"{label} {count(value)}"
+                if key == "quarantined" and summary.get("reasons"):
+                    part += f" ({counts(summary['reasons'])})"
+                parts.append(part)
         return ", ".join(parts)
 
     def locate(self, context: Context) -> StageDirectory:

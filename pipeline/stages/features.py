@@ -119,6 +119,8 @@ class ShardInProgress:
         if worker.split is not None:
             rows = [row for row in rows if row.split == worker.split]
         self._rows = rows
+        self._num_tokens = sum(len(row.input_ids) for row in rows)
+        self._num_computed = self._tokens_computed = 0
         states = worker.states
         with contextlib.ExitStack() as opened:
             writer = opened.enter_context(ShardWriter(task, states.schema, footer=states.footer))
@@ -137,7 +139,10 @@ class ShardInProgress:
         """
         for index, hidden_TD in self._computed:
             self._features.put(index, hidden_TD)
-            self._progress.add(self.task, 1, len(self._rows[index].input_ids))
+            self._num_computed += 1
+            self._tokens_computed += len(self._rows[index].input_ids)
+            left = self._num_tokens - self._tokens_computed
+            self._progress.update(self.task, self._num_computed, self._tokens_computed, left)
             return True
         return False
 
@@ -147,9 +152,8 @@ class ShardInProgress:
         All rows must have been computed. `started` is the `time.monotonic()` at which the worker
         began the shard.
         """
-        num_tokens = sum(len(row.input_ids) for row in self._rows)
         ids_in = [row.id for row in self._rows]
-        return self._features.commit(NAME, ids_in, num_tokens, started)
+        return self._features.commit(NAME, ids_in, self._num_tokens, started)
 
     def close(self) -> None:
         """Close the engine's stream and the writer; an uncommitted temporary file is deleted."""

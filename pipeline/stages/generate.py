@@ -224,7 +224,7 @@ class Worker:
                     dialogue = Dialogue(seed.conversation, self.template, settings, sample)
                     dialogues.append(dialogue)
             self.progress.begin(task)
-            group = self.pool.add(dialogues, functools.partial(self.progress.add, task))
+            group = self.pool.add(dialogues, functools.partial(self.progress.update, task))
             self._begun[task.shard] = seeds, group
         return self._begun[task.shard]
 

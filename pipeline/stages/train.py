@@ -14,6 +14,7 @@ from dataclasses import replace
 from pipeline.config import Config
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ProgressReporter, print_stage
+from pipeline.execution.stop_signals import stops_at_checkpoint
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.run.context import Context, Stage
 from pipeline.run.sharded import MAX_FAILURES
@@ -95,7 +96,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     too_few = too_few_steps(recipes)
     if too_few:
         warn(too_few)
-    with context.progress(stage) as progress:
+    with context.progress(stage) as progress, stops_at_checkpoint(progress):
         result = _train(context, spec, placement, progress)
     if method.tunes_backbone:
         arguments = {"target": context.target, "directory": spec.directory}

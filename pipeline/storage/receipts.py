@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from pipeline.conversations.conversation import Reason
 from pipeline.errors import DataError
+from pipeline.formatting import counts
 from pipeline.storage.atomic import FAILED_ERRORS, JsonObject, read_file, read_json, write_json
 from pipeline.storage.fingerprint import FileFacts
 
@@ -208,7 +209,7 @@ class StageTotals:
         refused = reasons.total()
         seen = self.rows + refused
         if seen and refused / seen > max_fraction and (final or seen >= ENOUGH_TO_JUDGE):
-            top = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(3))
+            top = counts(dict(reasons.most_common(3)))
             raise DataError(
                 f"{refused} of {seen} rows were refused, a fraction above"
                 f" limits.max_quarantine_fraction = {max_fraction}; top reasons: {top}.",

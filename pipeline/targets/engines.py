@@ -57,6 +57,9 @@ class GenerationEngine(Protocol):
         A step need not add a token to every running request.
         """
 
+    def lengths(self) -> dict[str, int]:
+        """Return the number of tokens so far of each running text, by request id."""
+
     def close(self) -> None:
         """Release the memory of the engine's target; the engine cannot be used again."""
 

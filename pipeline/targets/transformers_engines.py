@@ -107,6 +107,10 @@ class TransformersGenerationEngine:
         torch.cuda.empty_cache()
         return []
 
+    def lengths(self) -> dict[str, int]:
+        """Return the number of tokens so far of each row of the batch, by request id."""
+        return {row.request.id: len(row.token_ids) for row in self._rows}
+
     def close(self) -> None:
         """Release the memory of the target and of its KV cache."""
         self._clear_batch()
@@ -310,9 +314,9 @@ class TransformersFeatureEngine:
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
         """Yield the index and the hidden states [T_i, D] of each row of token ids, on the CPU.
 
-        The next batch runs while the caller works. Rows are read in windows of `WINDOW_BATCHES`
-        batches, or of `WINDOW_BYTES` of states if that is less. Within a window, longer rows come
-        first. A tensor is a view of its batch's buffer.
+        On a GPU, the next batch runs while the caller works. Rows are read in windows of
+        `WINDOW_BATCHES` batches, or of `WINDOW_BYTES` of states if that is less. Within a window,
+        longer rows come first. A tensor is a view of its batch's buffer.
 
         Raises:
             EnvironmentFault: A batch does not fit into the GPU's memory.
@@ -328,7 +332,7 @@ class TransformersFeatureEngine:
                     "Lower features.tokens_per_batch or target.max_tokens, raise gpus_per_worker,"
                     " or quantize the target.",
                 ) from error
-            if len(pending) > 1:
+            if len(pending) > 1 or self._device.type == "cpu":
                 yield from pending.popleft().collect()
         for last in pending:
             yield from last.collect()

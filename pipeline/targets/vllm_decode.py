@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 
-from pipeline.conversations.requests import Request
+from pipeline.conversations.requests import Request, TextCounts
 from pipeline.errors import MedusaDistillError
 from pipeline.targets.own_process import Report, in_own_process
 from pipeline.targets.spec import (
@@ -186,7 +187,7 @@ def _measure(running: RunningEngine, task: DecodeTask, report: Report) -> VLLMTe
     for request in requests:
         limit = min(WARM_UP_TOKENS, request.max_new_tokens)
         warm_ups.append(replace(request, max_new_tokens=limit))
-    _generate_in_vllm(running, warm_ups, eos, f"{part} warms up", report)
+    _generate_at_once(running, warm_ups, eos, f"{part} warms up", report)
     answers = []
     seconds: list[float] = []
     seconds_in_turn = []
@@ -196,7 +197,7 @@ def _measure(running: RunningEngine, task: DecodeTask, report: Report) -> VLLMTe
     ):
         turn_of = f"{part}, repeat {len(seconds) + 1}"
         started = time.perf_counter()
-        answers = _generate_in_vllm(running, requests, eos, turn_of, report)
+        answers = _generate_at_once(running, requests, eos, turn_of, report)
         seconds.append(time.perf_counter() - started)
         alone = [requests[row] for row in task.in_turn]
         durations = _generate_in_turn(running, alone, eos, f"{turn_of}, one at a time", report)
@@ -217,23 +218,57 @@ def _generate_in_turn(
     report: Report,
 ) -> list[float]:
     """Run one request after another in a vLLM engine; return their durations in seconds."""
+    texts = counts_of(requests)
+    on_step = partial(report_texts, report, part, texts)
     durations = []
-    for place, request in enumerate(requests, 1):
+    for request in requests:
         started = time.perf_counter()
-        _generate_in_vllm(running, [request], eos, part, lambda **progress: None)
+        _generate_in_vllm(running, [request], eos, texts, on_step)
         durations.append(time.perf_counter() - started)
-        report(part=part, done=place, total=len(requests), unit="prompts")
     return durations
 
 
-def _generate_in_vllm(
+def _generate_at_once(
     running: RunningEngine,
     requests: list[Request],
     eos: tuple[int, ...],
     part: str,
     report: Report,
 ) -> list[list[list[int]]]:
+    """Run requests in a vLLM engine at once; return for each the token ids of each step."""
+    texts = counts_of(requests)
+    on_step = partial(report_texts, report, part, texts)
+    return _generate_in_vllm(running, requests, eos, texts, on_step)
+
+
+def counts_of(requests: Sequence[Request]) -> TextCounts:
+    """Return the counts of texts for requests of which none has run yet."""
+    longest = max((request.max_new_tokens for request in requests), default=0)
+    return TextCounts(left=len(requests), longest=longest)
+
+
+def report_texts(report: Report, part: str, texts: TextCounts) -> None:
+    """Report the counts of texts as the progress of a part."""
+    report(
+        part=part,
+        done=texts.ended,
+        total=texts.ended + texts.left,
+        unit="prompts",
+        tokens=texts.tokens,
+        tokens_left=texts.tokens_left,
+    )
+
+
+def _generate_in_vllm(
+    running: RunningEngine,
+    requests: list[Request],
+    eos: tuple[int, ...],
+    texts: TextCounts,
+    on_step: Callable[[], None],
+) -> list[list[list[int]]]:
     """Run requests in a vLLM engine; return for each request the token ids of each step.
+
+    `texts` counts the tokens as they are made; `on_step` is called after each step of the engine.
 
     The first step is the prefill. A forward that returns no token for a request is not a step of
     this request: it computed a chunk of the prompt, or was scheduled before the request's end was
@@ -242,7 +277,6 @@ def _generate_in_vllm(
     from vllm.sampling_params import RequestOutputKind
 
     engine = running.llm.llm_engine
-    num_finished = num_tokens = 0
     steps: dict[str, list[list[int]]] = {request.id: [] for request in requests}
     for request in requests:
         params = sampling_params(request, eos)
@@ -253,8 +287,11 @@ def _generate_in_vllm(
             new_ids = list(output.outputs[0].token_ids)
             if new_ids:
                 steps[output.request_id].append(new_ids)
-            num_finished += output.finished
-            num_tokens += len(new_ids)
-        note = f"{num_tokens:,} tokens"
-        report(part=part, done=num_finished, total=len(requests), unit="prompts", note=note)
+            texts.running_tokens += len(new_ids)
+            if output.finished:
+                length = sum(map(len, steps[output.request_id]))
+                texts.running_tokens -= length
+                texts.left -= 1
+                texts.end_text(length)
+        on_step()
     return list(steps.values())

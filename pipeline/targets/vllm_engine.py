@@ -89,6 +89,14 @@ class VLLMGenerationEngine:
             ended.append(Completion(output.request_id, list(text.token_ids), finish))
         return ended
 
+    def lengths(self) -> dict[str, int]:
+        """Return the number of tokens so far of each running text, by request id."""
+        lengths = {}
+        for state in self._engine.output_processor.request_states.values():
+            assert state.detokenizer is not None, "a request generates"
+            lengths[state.external_req_id] = state.detokenizer.num_output_tokens()
+        return lengths
+
     def close(self) -> None:
         """Shut down the vLLM engine and release its memory."""
         del self._engine

@@ -12,11 +12,14 @@ import asyncio
 import contextlib
 import math
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
+from urllib.request import urlopen
 
-from pipeline.conversations.requests import Request
+from pipeline.conversations.requests import Request, TextCounts
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.targets.loading import require_gpus
 from pipeline.targets.own_process import Report, in_own_process
@@ -28,6 +31,7 @@ from pipeline.targets.vllm_server import LOOPBACK, Address, free_port, running_s
 NAME = "served"  # the model's name in requests
 ROUNDS = 2  # least number of requests per concurrent request
 SERVERS = 2  # for each task, so that its passes are minutes apart
+SECONDS_BETWEEN_COUNTS = 5.0  # of the progress; each is a request to the server
 WHERE = "check.studies: load"
 FIX = "Take load out of check.studies."
 
@@ -111,14 +115,60 @@ def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:
     loads = [*task.levels] * task.repeats
     passes = []
     arguments = {**task.engine_args, "enable_prefix_caching": False}
+    texts = TextCounts(longest=task.max_new_tokens)
+    for level in loads:
+        texts.left += level + max(len(questions), ROUNDS * level)  # with the warm-up
     with server_of(task.spec, arguments, task.gpus) as address:
         for turn, level in enumerate(loads):
-            note = f"{level} requests at once"
-            report(part=side, done=turn, total=len(loads), unit="loads", note=note)
+            show = partial(
+                report,
+                part=side,
+                done=turn,
+                total=len(loads),
+                unit="loads",
+                note=f"{level} requests at once",
+            )
+            show(tokens=texts.tokens, tokens_left=texts.tokens_left)
             num_requests = max(len(questions), ROUNDS * level)
             requests = list(islice(cycle(questions), num_requests))
-            passes.append(asyncio.run(_benchmark_server(address, requests, level, eos)))
+            with _counted_in_background(address, texts, show):
+                passes.append(asyncio.run(_benchmark_server(address, requests, level, eos)))
     return passes
+
+
+@contextlib.contextmanager
+def _counted_in_background(address: str, texts: TextCounts, show: Report) -> Iterator[None]:
+    """Context manager: count the texts of a vLLM server every few seconds, and show the counts.
+
+    The counts are the server's own metrics. Without an answer nothing is counted.
+    """
+    num_texts = texts.left + texts.ended
+    over = threading.Event()
+
+    def count() -> None:
+        """Count the server's texts until the block is over."""
+        while not over.wait(SECONDS_BETWEEN_COUNTS):
+            with contextlib.suppress(OSError):
+                with urlopen(f"{address}/metrics", timeout=SECONDS_BETWEEN_COUNTS) as answer:
+                    metrics = answer.read().decode()
+                texts.ended = int(_metric(metrics, "vllm:request_success_total"))
+                texts.ended_tokens = int(_metric(metrics, "vllm:generation_tokens_total"))
+                texts.left = num_texts - texts.ended
+                show(tokens=texts.tokens, tokens_left=texts.tokens_left)
+
+    counter = threading.Thread(target=count, daemon=True)
+    counter.start()
+    try:
+        yield
+    finally:
+        over.set()
+        counter.join()
+
+
+def _metric(metrics: str, name: str) -> float:
+    """Return the sum of a counter over its labels, from a server's metrics in Prometheus' form."""
+    lines = [line for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def fastest_passes(passes: Sequence[LoadFigures]) -> list[LoadFigures]:

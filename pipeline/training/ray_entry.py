@@ -20,7 +20,13 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback, get
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.config import LoggingConfig
 
-from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault, MedusaDistillError
+from pipeline.errors import (
+    CheckFailed,
+    ConfigError,
+    EnvironmentFault,
+    MedusaDistillError,
+    StoppedAtCheckpoint,
+)
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.execution.ray_executor import run_and_carry_errors
@@ -28,6 +34,7 @@ from pipeline.targets.spec import last_line
 from pipeline.training.task import TrainResult, TrainSpec, Workers
 from pipeline.training.trainer import train
 
+OF_ALL_WORKERS = (CheckFailed, ConfigError, StoppedAtCheckpoint)
 MAX_START_FAILURES = 10  # about a minute each, while a cluster scales up
 
 WorkerResult = tuple[TrainResult | None, MedusaDistillError | None]
@@ -119,8 +126,8 @@ def run_worker(config: dict[str, Any]) -> WorkerResult:
     """Train as one Ray Train worker, in the process group that Ray has set up.
 
     Returns (result, None), or (None, error) for an error meant for the user. With several workers,
-    only CheckFailed and ConfigError are returned, because every worker has them. Any other error
-    may occur on this worker alone and is raised, so that Ray ends the workers that wait for it.
+    only errors of `OF_ALL_WORKERS` are returned. Any other error may occur on this worker alone and
+    is raised, so that Ray ends the workers that wait for it.
     """
     import torch
 
@@ -131,7 +138,7 @@ def run_worker(config: dict[str, Any]) -> WorkerResult:
     result, error = run_and_carry_errors(
         train, {"spec": config["spec"], "workers": workers, "progress": progress}
     )
-    if error and workers.world_size > 1 and not isinstance(error, CheckFailed | ConfigError):
+    if error and workers.world_size > 1 and not isinstance(error, OF_ALL_WORKERS):
         raise error
     return result, error
 

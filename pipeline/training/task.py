@@ -156,9 +156,10 @@ class Workers:
 
     def from_first(self, number: int, device: torch.device) -> int:
         """Return the first training worker's `number` on every worker."""
-        sent = torch.tensor(number, device=device)
-        if self.world_size > 1:
-            dist.broadcast(sent, src=0)
+        if self.world_size == 1:
+            return number
+        sent = torch.tensor(number, dtype=torch.int64, device=device)
+        dist.broadcast(sent, src=0)
         return int(sent)
 
 

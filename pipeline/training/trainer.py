@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from pipeline.artifacts.json_form import from_json, to_json
 from pipeline.artifacts.trained_heads import read_summary, write_heads
-from pipeline.errors import CheckFailed
+from pipeline.errors import CheckFailed, StoppedAtCheckpoint
 from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.training.checkpoints import (
     Checkpoint,
@@ -69,6 +69,7 @@ def train(
             held-out text, or the directory holds heads of another shape.
         EnvironmentFault: A GPU or bitsandbytes is missing, memory is too small, or the disk is
             full.
+        StoppedAtCheckpoint: `progress` asked the training to stop.
     """
     results = {}
     heads_from = None
@@ -265,6 +266,7 @@ class Trainer:
             for batches in learner.steps(state.step):
                 if state.stale >= self.settings.patience:
                     break  # early stopping; a resumed training may already be there
+                self.stop_if_asked(progress, checkpoints, state)
                 step = self.step(state.step, batches)
                 state.advance(step.loss, step.positions, time.monotonic() - started)
                 metrics = dict(step.metrics)
@@ -278,7 +280,7 @@ class Trainer:
                     if checkpoints.is_due(state.step):
                         self.save(checkpoints, state)
                 note = f"loss {step.loss:.3f}, {state.tokens_per_second:,.0f} positions/s"
-                progress.update(state.step, note)
+                progress.update(state.step, note=note)
                 started = time.monotonic()
             result = state.result(recipe)
             if log:
@@ -286,6 +288,27 @@ class Trainer:
         if learner.workers.is_first:
             self.write_best(result)
         return result
+
+    def stop_if_asked(
+        self, progress: ProgressReporter, checkpoints: Checkpoints, state: TrainState
+    ) -> None:
+        """Stop if the first worker's `progress` asks for it; all workers must call this together.
+
+        The first worker writes a checkpoint of the last step, and every worker raises
+        StoppedAtCheckpoint.
+        """
+        workers = self.learner.workers
+        if not workers.from_first(progress.asked_to_stop, self.learner.device):
+            return
+        if not state.step:
+            raise StoppedAtCheckpoint("Training stopped before its first step.")
+        if workers.is_first:
+            self.save(checkpoints, state)
+            checkpoints.wait()
+        raise StoppedAtCheckpoint(
+            f"Training stopped after step {state.step} of {self.learner.recipe.total_steps}, and"
+            " has a checkpoint of it."
+        )
 
     def write_best(self, result: TrainResult) -> None:
         """Restore the best weights; write the learner's outputs, then the heads with the result.

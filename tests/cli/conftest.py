@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from pipeline.cli.app import app
-from pipeline.cli.ending import STOPS, ends_well
+from pipeline.cli.ending import ends_well
+from pipeline.errors import STOPS
 
 
 @dataclass(frozen=True)

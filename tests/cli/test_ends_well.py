@@ -15,8 +15,8 @@ import time
 import pytest
 
 from pipeline.cli.app import main
-from pipeline.cli.ending import KEPT, ends_well
-from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
+from pipeline.cli.ending import ends_well
+from pipeline.errors import KEPT, CheckFailed, ConfigError, DataError, EnvironmentFault
 
 
 def test_a_run_that_is_to_outlive_its_terminal_does(capsys):
@@ -62,11 +62,11 @@ def test_a_defect_keeps_its_traceback_without_secrets(capsys, monkeypatch, tmp_p
     assert "Traceback" in kept.read_text() and "s3cr3t" not in kept.read_text() + err
     assert err.endswith(f"traceback is in {kept}. {KEPT}\n")
     ends_well(raising(ZeroDivisionError()), commits=False)
-    assert "What was committed" not in capsys.readouterr().err
+    assert "are kept" not in capsys.readouterr().err
 
 
 SAYS_A_MARK = (
-    "import sys; from pipeline.cli.ending import STOPS, ends_well; sys.exit(ends_well(lambda:"
+    "import sys; from pipeline.cli.ending import ends_well; sys.exit(ends_well(lambda:"
     " print('\u2713 done')))"
 )
 
@@ -115,8 +115,7 @@ def test_a_signal_stops_even_if_a_library_catches_it(sent, code, taken_for, caps
                 raise ZeroDivisionError from stop
 
     assert ends_well(story) == code
-    kept = "What was committed is kept; the same command continues."
-    assert capsys.readouterr().err == f"Stopped by {sent.name}. {kept}\n"
+    assert capsys.readouterr().err == f"Stopped by {sent.name}. {KEPT}\n"
     assert signal.getsignal(sent) is signal.SIG_DFL, "a second one ends it at once"
 
 
@@ -128,4 +127,4 @@ def test_only_commands_that_commit_say_that_something_is_kept(name, keeps, capsy
     with pytest.raises(SystemExit, match="143"):
         main()
     said = capsys.readouterr().err
-    assert said.startswith("Stopped by SIGTERM.") and ("is kept" in said) == keeps
+    assert said.startswith("Stopped by SIGTERM.") and (KEPT in said) == keeps

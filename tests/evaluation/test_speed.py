@@ -93,7 +93,7 @@ def test_another_method_is_measured_against_plain_decoding():
     assert found.range is None, "one repeat has none"
 
 
-def test_methods_take_turns_and_each_prompt_is_counted_once():
+def test_methods_take_turns_and_each_answer_is_counted():
     asked, reports = [], []
 
     def decode(ids, seed):
@@ -101,12 +101,13 @@ def test_methods_take_turns_and_each_prompt_is_counted_once():
         return decoded([1, 2], 0.1)
 
     progress = ProgressReporter(show=reports.append)
-    progress.begin("native", 2)
-    found = take_turns(
-        {"a": decode, "b": decode}, [Prompt("x", [7]), Prompt("y", [8])], {}, progress
-    )
-    assert asked == [([7], 0, 0)] * 2 + [([8], 1, 1)] * 2
-    assert [len(answers) for answers in found.values()] == [2, 2] and reports[-1].done == 2
+    progress.begin("native", 6)
+    methods = {"a": decode, "failed": decode, "b": decode}
+    prompts = [Prompt("x", [7]), Prompt("y", [8])]
+    found = take_turns(methods, prompts, {"failed": "before"}, progress)
+    assert asked == [([7], 0, 0), ([7], 0, 2), ([8], 1, 3), ([8], 1, 5)]
+    assert {name: len(answers) for name, answers in found.items()} == {"a": 2, "b": 2}
+    assert (reports[-1].done, reports[-1].tokens) == (6, 4 * len(found["a"][0].token_ids))
 
 
 def test_accepted_lengths_exclude_the_target_s_own_token():

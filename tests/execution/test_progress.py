@@ -33,15 +33,50 @@ def clock(monkeypatch):
     [
         (  # a line every fifteen seconds
             10,
-            [Progress("", done, 10, "shards", "5 tokens/s") for done in range(2, 8)],
+            [Progress("", done, 10, "shards", "loss 1") for done in range(2, 8)],
             [
-                "stage: 3 of 10 shards, 5 tokens/s",
-                "stage: 5 of 10 shards, 50 s left, 5 tokens/s",
-                "stage: 7 of 10 shards, 30 s left, 5 tokens/s",
+                "stage: 3 of 10 shards, 1 min 10 s left, loss 1",
+                "stage: 5 of 10 shards, 50 s left, loss 1",
+                "stage: 7 of 10 shards, 30 s left, loss 1",
             ],
         ),
         (20, [Progress(done=512, unit="rows")], ["stage: 512 rows"]),  # nobody knows how many
-        (20, [Progress("vLLM starts")], ["stage: vLLM starts"]),  # nothing is counted
+        (20, [Progress("vLLM starts")] * 4, ["stage: vLLM starts"]),  # once
+        (20, [Progress("", 6, 6)] * 4, ["stage: 6 of 6 prompts"]),
+        (  # all are in flight; then the first ends and says how long the others may be
+            20,
+            [
+                Progress("", 0, 260, "rows"),
+                Progress("", 0, 260, "rows"),
+                Progress("", 0, 260, "rows", "", 1900, 262 * 1900),
+                Progress("", 1, 260, "rows", "", 3800, 9500),
+            ],
+            [
+                "stage: 0 of 260 rows",
+                "stage: 0 of 260 rows, at most 1 h 27 min left, 1,900 tokens, 95.0 tokens/s",
+                "stage: 1 of 260 rows, 1 min 40 s left, 3,800 tokens, 95.0 tokens/s",
+            ],
+        ),
+        (  # a later moment without a new token changes no rate, and prints nothing
+            20,
+            [Progress("", 0, 9), Progress("", 0, 9, tokens=40, tokens_left=80)]
+            + [Progress("", 0, 9, tokens=40, tokens_left=80)] * 3,
+            [
+                "stage: 0 of 9 prompts",
+                "stage: 0 of 9 prompts, at most 40 s left, 40 tokens, 2.0 tokens/s",
+            ],
+        ),
+        (  # 30 of 40 were there before; 100 tokens are half of the others
+            20,
+            [
+                Progress("", 30, 40, "conversations"),
+                Progress("", 35, 40, "conversations", "", 100, 100),
+            ],
+            [
+                "stage: 30 of 40 conversations",
+                "stage: 35 of 40 conversations, 20 s left, 100 tokens, 5.0 tokens/s",
+            ],
+        ),
         (  # the time left restarts with each part
             20,
             [
@@ -52,7 +87,7 @@ def clock(monkeypatch):
             ],
             [
                 "stage: 1 of 4 prompts, native",
-                "stage: 2 of 4 prompts, native",
+                "stage: 2 of 4 prompts, 40 s left, native",
                 "stage: 3 of 4 prompts, 20 s left, native",
                 "stage: 0 of 8 prompts, vLLM",
             ],
@@ -77,6 +112,11 @@ def test_lines_say_how_far_and_how_long(clock, seconds, reports, expected):
             [Progress("", done, 4, "steps", "loss 1.0") for done in (0, 1, 2)],
             False,
             "2 of 4 steps, loss 1.0 0:01:00 40 s left",
+        ),
+        (
+            [Progress("", 0, 4, tokens=made, tokens_left=60 - made) for made in (0, 10, 20)],
+            False,
+            "0 of 4 prompts, 20 tokens, 0.5 tokens/s 0:01:00 at most 1 min 20 s left",
         ),
         ([Progress("", done, 2) for done in (0, 1, 2)], False, "2 of 2 prompts 0:00:40"),
     ],
@@ -115,8 +155,20 @@ def test_what_another_process_reports_is_shown_here(tmp_path, clock):
     here.close()
     assert list(tmp_path.iterdir()) == []
     here.begin("", 9, unit="steps")
-    here.update(4, "loss 1.000")
+    here.update(4, note="loss 1.000")
     assert shown[-1] == Progress("", 4, 9, "steps", "loss 1.000"), "at once"
+
+
+def test_a_request_to_stop_crosses_to_the_other_process(tmp_path):
+    here = ProgressReporter(tmp_path / "progress", lambda _: None)
+    there = pickle.loads(pickle.dumps(here))
+    assert not there.asked_to_stop and not here.has_begun
+    there.begin("", 9)
+    here.poll()
+    here.ask_to_stop()
+    assert there.asked_to_stop and here.asked_to_stop and here.has_begun
+    here.close()
+    assert not there.asked_to_stop and list(tmp_path.iterdir()) == []
 
 
 def test_a_report_within_half_a_second_is_left_out(tmp_path, clock):
@@ -141,14 +193,15 @@ def test_workers_counts_are_summed_until_their_shards_are_dropped(tmp_path, monk
     monkeypatch.setattr(progress_file, "SECONDS_BETWEEN_REPORTS", 0.0)
     here = ShardProgress(tmp_path, lambda: None)
     worker = pickle.loads(pickle.dumps(here))
-    for index, conversations, amount in [(0, 4, 9), (0, 1, 12), (1, 2, 30), (2, 0, 5)]:
+    for index, *counts in [(0, 4, 9, 0), (0, 1, 12, 3), (1, 2, 30, 4), (2, 0, 5, 6)]:
         worker.begin(task(index))  # again from zero
-        worker.add(task(index), conversations, amount)
+        worker.update(task(index), *counts)
     here.poll()
-    assert here.begun and here.total() == {"conversations": 3, "amount": 47}
+    assert set(here.begun) == {0, 1, 2}
+    assert here.total() == {"conversations": 3, "tokens": 47, "tokens_left": 13}
     here.drop(task(1))
     here.poll()
-    assert here.total() == {"conversations": 1, "amount": 17}
+    assert here.total() == {"conversations": 1, "tokens": 17, "tokens_left": 9}
     here.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -158,5 +211,5 @@ def test_a_trial_of_some_rows_is_not_counted():
     trial = replace(task(0), rows=(2, 3))
     for begun in (trial, task(0)):
         here.begin(begun)
-        here.add(trial, 1, 1)
+        here.update(trial, 1, 1)
     assert not here.total()

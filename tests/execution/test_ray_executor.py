@@ -63,7 +63,7 @@ class Reporting(Worker):
     def __call__(self, task):
         self.progress.begin(task)
         while not self.shown.exists():
-            self.progress.add(task, 0, 1)
+            self.progress.update(task, 0, 1)
             time.sleep(0.05)
         return super().__call__(task)
 
@@ -126,7 +126,7 @@ def assert_results_are_right(executor, root):
 
 def assert_progress_is_shown(executor, root):
     def show():
-        if progress.total()["amount"]:
+        if progress.total()["tokens"]:
             (root / "shown").touch()
 
     progress = ShardProgress(root / "attempts", show)

@@ -140,8 +140,8 @@ class Waiting:
     """A driver that waits for good at given places, and reports them.
 
     Args:
-        places: `generate` is before its second shard's file, `train` before its third step, `end`
-            is when it gives back what it holds.
+        places: `generate` is before its second shard's file, `train` in its second step, `end` is
+            when it gives back what it holds.
     """
 
     def __init__(self, config, said, *places):
@@ -158,6 +158,9 @@ class Waiting:
         assert self.process.pid is not None
         os.kill(self.process.pid, signum)
 
+    def go_on(self):
+        self._line.send("go on")
+
     def end(self):
         """Wait for the driver's end; return its exit code and its stderr."""
         self.process.join(PATIENCE)
@@ -171,12 +174,12 @@ def _drive_and_wait(config, said, places, line):
 
     def wait(place):
         line.send(place)
-        time.sleep(PATIENCE)
+        line.poll(PATIENCE)
 
     steps, step, close = itertools.count(1), Trainer.step, Context.close
 
     def step_or_wait(*arguments):
-        if next(steps) == 3:
+        if next(steps) == 2:
             wait("train")
         return step(*arguments)
 

@@ -40,8 +40,8 @@ class Copier:
     def __call__(self, task: ShardTask):
         CALLS[task.index] += 1
         self.progress.begin(task)
-        for _ in range(ROWS):
-            self.progress.add(task, 1, 2)
+        for number in range(1, ROWS + 1):
+            self.progress.update(task, number, 2 * number, 2 * (ROWS - number))
         if CALLS[task.index] <= self.failures.get(task.index, 0):
             raise self.error
         rows = list(read_rows(task.source))

@@ -38,6 +38,12 @@ def test_training_prints_rounded_figures():
     assert STAGES["train"].one_line(summary) == printed
 
 
+def test_quarantined_rows_have_their_reasons():
+    summary = {"rows": 40, "quarantined": 1210, "reasons": {"empty": 10, "too-long": 1200}}
+    printed = "rows 40, quarantined 1,210 (too-long 1,200, empty 10)"
+    assert STAGES["generate"].one_line(summary) == printed
+
+
 def test_a_run_lists_its_stages_in_upstream_order(tmp_path):
     run = RunDirectory(tmp_path)
     upstream = {"check": ["a", "zeta"], "zeta": ["seeds"], "seeds": [], "a": ["zeta"]}

@@ -44,6 +44,9 @@ class ClockworkEngine:
         self.answered_at |= dict.fromkeys(due, self.clock)
         return [Completion(name, self.running.pop(name)[1], "stop") for name in due]
 
+    def lengths(self):
+        return {name: len(ids) - 1 for name, (_, ids) in self.running.items()}
+
     def assert_answers_are_followed_at_once(self, turns):
         for number, length in enumerate(turns):
             for turn in range(1, length):
@@ -114,8 +117,48 @@ def test_the_next_shard_takes_the_capacity_left_free(template, one, other, capac
     assert engine.asked_at["t:0/0"] == first_free
     rows = rows_of(first.dialogues)
     spans = [span for rows_of_one in rows for row in rows_of_one for span in row.spans]
-    conversations, tokens = (sum(counts) for counts in zip(*reports, strict=True))
-    assert (conversations, tokens) == (len(one), sum(map(len, spans)))
+    assert reports[-1] == (len(one), sum(map(len, spans)), 0)
     pool.finish(later[0])
     assert rows == rows_alone(template, one)
     assert len(engine.asked_at) == sum(one) + sum(other) and engine.fullest <= capacity
+
+
+class SlowEngine:
+    """An engine that adds a token to every text in each step, a second apart; none ends early."""
+
+    capacity = 100
+
+    def __init__(self, clock):
+        self.clock, self.requests, self.written = clock, {}, {}
+
+    def add(self, request):
+        self.requests[request.id], self.written[request.id] = request, []
+
+    def lengths(self):
+        return {name: len(ids) for name, ids in self.written.items()}
+
+    def step(self):
+        self.clock.now += 1.0
+        ended = []
+        for name, ids in list(self.written.items()):
+            ids.append(20 + len(ids))
+            if len(ids) == self.requests[name].max_new_tokens:
+                ended.append(Completion(name, self.written.pop(name), "length"))
+        return ended
+
+
+def test_tokens_are_counted_while_no_text_has_ended(template, monkeypatch):
+    """Three conversations of one, one and two answers; each answer has all of its 16 tokens."""
+
+    class Clock:
+        now = 0.0
+
+    monkeypatch.setattr("pipeline.targets.dialogue_pool.time.monotonic", lambda: Clock.now)
+    reports = []
+    run_dialogues(
+        dialogues(template, [1, 1, 2]), SlowEngine(Clock), lambda *report: reports.append(report)
+    )
+    running = [report for report in reports if report[0] == 0]
+    assert running[:15] == [(0, 3 * made, 4 * 16 - 3 * made) for made in range(1, 16)]
+    assert reports[-1] == (3, 4 * 16, 0)
+    assert all(tokens + left == 4 * 16 for _, tokens, left in reports[-10:])

@@ -14,7 +14,8 @@ import torch
 from pipeline.artifacts.json_form import from_json
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.conversations.spans import IGNORED
-from pipeline.errors import DataError
+from pipeline.errors import DataError, StoppedAtCheckpoint
+from pipeline.execution.progress import SILENT, Progress, ProgressReporter
 from pipeline.training import checkpoints
 from pipeline.training.checkpoints import read_checkpoint
 from pipeline.training.feature_batches import Batch
@@ -24,6 +25,7 @@ from pipeline.training.task import TrainResult, TrainSpec, Workers
 from pipeline.training.trainer import StepResult, Trainer, TrainState, train
 from tests.flows.tiny import changed_at
 from tests.training.trainings import Stopped, same_curve, same_weights, stop_at, trainer_of
+from tests.training.two_workers import train_as_two
 
 RECIPES = [
     {},
@@ -50,6 +52,44 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(make_spec, recipe):
         assert found.final_loss == expected.final_loss and found.held_out == expected.held_out
         assert same_weights(whole, broken), stop
         assert same_curve(whole.path, broken.path), stop
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_training_asked_to_stop_keeps_every_step(make_spec, after):
+    def show(now: Progress) -> None:
+        if now.done == after:
+            progress.ask_to_stop()
+
+    progress = ProgressReporter(show=show)
+    whole, asked = (make_spec(name, checkpoint_every=None) for name in ("whole", "asked"))
+    train(whole)
+    with pytest.raises(
+        StoppedAtCheckpoint, match=f"step {after} of" if after else "before its first"
+    ):
+        train(asked, progress=progress)
+    saved = [path.name for path in (asked.path / "checkpoints").glob("step-*")]
+    assert saved == ([f"step-{after:08d}.safetensors"] if after else [])
+    train(asked)
+    assert whole.heads_path.read_bytes() == asked.heads_path.read_bytes()
+    assert same_curve(whole.path, asked.path)
+
+
+def stop_first_worker(spec: TrainSpec, workers: Workers) -> None:
+    """Ask only the first worker, which alone has the reporter."""
+    progress = SILENT
+    if workers.is_first:
+        progress = ProgressReporter(show=lambda now: now.done == 2 and progress.ask_to_stop())
+    with pytest.raises(StoppedAtCheckpoint, match="step 2 of"):
+        train(spec, workers, progress)
+
+
+@pytest.mark.slow
+def test_all_workers_stop_after_the_same_step(make_spec, tmp_path):
+    spec = make_spec(checkpoint_every=None)
+    train_as_two(stop_first_worker, spec, tmp_path)
+    assert [path.name for path in (spec.path / "checkpoints").iterdir()] == [
+        "step-00000002.safetensors"
+    ]
 
 
 def test_a_finished_run_called_again_does_nothing(make_spec):
