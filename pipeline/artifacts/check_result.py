@@ -38,11 +38,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class GreedyMatch:
-    """Counts of greedy answers: all, equal to plain decoding's, and first differing at a tie."""
+    """Counts of greedy answers: all, equal to plain decoding's, and first differing at a tie.
+
+    `tokens` counts the tokens compared: those of each answer, up to its first difference. It is 0
+    in results that did not count them.
+    """
 
     sequences: int
     identical: int
     ties: int  # whose first difference is a tie
+    tokens: int = 0
 
     @property
     def differing(self) -> int:
@@ -56,10 +61,27 @@ class Difference:
 
     id: str  # of the prompt
     at: int  # index of the first differing token
-    gap: float  # of the target's top two logits
     plain: list[int]  # the token and a few after it, of each side
     other: list[int]
+    plain_below: float | None  # the token's logit below the target's best; None after an end
+    other_below: float | None
     model: str | None = None  # the served copy, if that was decoded
+
+
+@result
+class LogitChange:
+    """The largest change of a target's logits between forwards of different shapes.
+
+    Attributes:
+        largest: The largest change of a logit; at least one rounding step.
+        rounding_step: The distance between neighbouring numbers of the logits' dtype, at their
+            size.
+        tokens: The number of places measured.
+    """
+
+    largest: float
+    rounding_step: float
+    tokens: int
 
 
 @result
@@ -207,7 +229,8 @@ class EngineFigures(Speed):
     acceleration_rate: float
     greedy_match: GreedyMatch
     tie_tolerance: float | None = None
-    largest_gap: float | None = None  # the largest top-2 gap of a difference that is no tie
+    logit_change: LogitChange | None = None  # from which the tolerance follows, unless it is set
+    largest_gap: float | None = None  # of a token to the best logit, in differences that are no tie
     dtype: str | None = None
     seen_share: float | None = None  # share of answers that are also in training rows
     new: NewAnswers | None = None
@@ -425,11 +448,12 @@ def _failures_of_engine(name: str, engine: EngineFigures, limits: Limits) -> lis
     if match.differing:
         found.append(
             f"{name}: {match.differing} of {match.sequences} greedy sequences differ from plain"
-            f" decoding (top-2 gap up to {engine.largest_gap}; ties: check.tie_tolerance)"
+            f" decoding: a token is {engine.largest_gap} below the target's best logit, and a tie"
+            f" is within {engine.tie_tolerance or 0:.2g} (check.tie_tolerance)"
         )
-    if match.ties > max(1, limits.max_tie_share * match.sequences):
+    if match.ties > max(1, limits.max_tie_share * match.tokens):
         found.append(
-            f"{name}: {match.ties} of {match.sequences} greedy sequences differ at ties, more than"
+            f"{name}: {match.ties} ties in {match.tokens:,} greedy tokens, more than"
             f" check.max_tie_share = {limits.max_tie_share:g} of them"
         )
     if not engine.acceleration_rate >= limits.min_rate:

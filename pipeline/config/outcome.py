@@ -252,16 +252,17 @@ class CheckConfig(Section):
     tie_tolerance: float | None = Field(
         None,
         description=(
-            "Largest top-2 logit gap at which a greedy difference counts as a tie. Default: 1e-4 in"
-            " float32, 0.0625 in float16, 0.5 in bfloat16 and for a quantized target."
+            "A greedy difference is a tie if both tokens are this close to the target's best logit."
+            " Default: twice the largest change of a logit that the check measures between forwards"
+            " of the same text in different shapes."
         ),
         ge=0,
     )
     max_tie_share: float = Field(
-        0.25,
+        0.02,
         description=(
-            "The check fails if more than this share of the greedy sequences, and more than one,"
-            " differ at ties; rounding explains only a few."
+            "The check fails if there are more ties than this share of the greedy tokens compared,"
+            " and more than one. The tokens of an answer count up to its first difference."
         ),
         ge=0,
         le=1,

@@ -64,7 +64,7 @@ class Forward:
                 attention_mask=mask,
                 past_key_values=cache,
                 use_cache=True,
-                **_last_logits(self._model, int(last_only)),
+                **last_logits(self._model, int(last_only)),
             ).logits
         hidden_BTD = self._seen.pop()
         if last_only:
@@ -94,11 +94,11 @@ def last_positions(
     """
     ids_1T = torch.tensor([ids], device=input_device(model))
     with lm_head_inputs(model) as seen:
-        logits_1TV = model(input_ids=ids_1T, use_cache=False, **_last_logits(model, number)).logits
+        logits_1TV = model(input_ids=ids_1T, use_cache=False, **last_logits(model, number)).logits
     return seen[-1][0, -number:], logits_1TV[0, -number:]
 
 
-def _last_logits(model: PreTrainedModel, num_logits: int) -> dict[str, int]:
+def last_logits(model: PreTrainedModel, num_logits: int) -> dict[str, int]:
     """Return the keyword argument `logits_to_keep`; an empty dictionary if it is not supported.
 
     0 keeps the logits of all positions.

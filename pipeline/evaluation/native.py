@@ -18,19 +18,16 @@ from typing import TYPE_CHECKING
 from pipeline.artifacts.check_result import (
     Baseline,
     CheckResult,
+    LogitChange,
     NativeFigures,
 )
 from pipeline.decoding.acceptance import greedy_acceptance
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
 from pipeline.evaluation.answers import (
     AnswerLines,
-    Comparison,
     answer_lines,
-    compare,
     mean_log_likelihood,
     samples,
-    tie_tolerance,
-    top_2_gap,
 )
 from pipeline.evaluation.drafted import (
     LOOKAHEAD,
@@ -58,6 +55,13 @@ from pipeline.evaluation.speed import (
     with_new_answers,
 )
 from pipeline.evaluation.studies import Decoding, chain_rate, run_studies
+from pipeline.evaluation.ties import (
+    Comparison,
+    below_best,
+    compare,
+    native_logit_change,
+    tie_tolerance,
+)
 from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.export.directory import read_heads
 from pipeline.export.layout import read_layout
@@ -79,6 +83,7 @@ class Measurement:
         greedy_passes: The repetitions of greedy decoding, baselines included. If the rule is
             greedy, they are `passes`; otherwise there is one repetition.
         failed: For each baseline that failed, by name, the reason.
+        change: How far logits change between forwards of plain decoding's greedy answers.
         retrieval: The baseline of this name, if it was asked for.
     """
 
@@ -87,6 +92,7 @@ class Measurement:
     passes: list[Pass]
     greedy_passes: list[Pass]
     failed: dict[str, str]
+    change: LogitChange
     retrieval: RetrievalBaseline | None = None
 
     def comparison(self, method: str) -> Comparison:
@@ -97,8 +103,8 @@ class Measurement:
             request.prompts,
             token_ids(greedy[PLAIN]),
             token_ids(greedy[method]),
-            partial(top_2_gap, self.model),
-            tie_tolerance(request.target, request.settings),
+            partial(below_best, self.model),
+            tie_tolerance(self.change, request.settings),
         )
 
 
@@ -158,8 +164,9 @@ def check_native(
         decoding = Decoding(plain, accelerated, prompts, greedy)
         chain = chain_rate(decoding, layout.num_speculative_tokens)
         studies = run_studies(decoding, settings, request.calibration, progress)
-    comparison = measured.comparison(ACCELERATED)
-    figures = replace(native_figures(measured, comparison), chain=chain, studies=studies)
+        comparison = measured.comparison(ACCELERATED)
+        figures = native_figures(measured, comparison)
+    figures = replace(figures, chain=chain, studies=studies)
     if not request.gpus:
         figures = replace(figures, threads=threads)
     tokenizer = load_tokenizer(target)
@@ -223,7 +230,9 @@ def decode_check_prompts(
         progress.begin("native, greedy", len(prompts) * len(greedily), unit="answers")
         greedy_passes = [take_turns(greedily, prompts, failed, progress)]
     require_steps(answer.accepted for answer in passes[0][ACCELERATED])
-    return Measurement(request, plain.model, passes, greedy_passes, failed)
+    written = token_ids(greedy_passes[0][PLAIN])
+    change = native_logit_change(plain.model, prompts, written)
+    return Measurement(request, plain.model, passes, greedy_passes, failed, change)
 
 
 def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigures:
@@ -248,7 +257,8 @@ def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigur
         **vars(check_speed(prompts, passes)),
         greedy_match=comparison.match,
         largest_gap=comparison.largest_gap,
-        tie_tolerance=tie_tolerance(request.target, settings),
+        tie_tolerance=tie_tolerance(measured.change, settings),
+        logit_change=measured.change,
         dtype=request.target.dtype,
         accepted_lengths=steps_by_accepted_length(decoded),
         prompts=len(prompts),

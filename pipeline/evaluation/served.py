@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -33,7 +33,6 @@ from pipeline.artifacts.json_form import rounded
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.artifacts.tree_file import ChainLength
 from pipeline.config import LatencyLimits
-from pipeline.evaluation.answers import Comparison, compare, tie_tolerance, top_2_gap
 from pipeline.evaluation.prompts import CheckRequest
 from pipeline.evaluation.served_figures import (
     load_rows_of_check,
@@ -41,12 +40,13 @@ from pipeline.evaluation.served_figures import (
     served_method,
 )
 from pipeline.evaluation.speed import check_rate, range_of, require_steps, with_new_answers
+from pipeline.evaluation.ties import VllmLogits, compare, tie_tolerance
 from pipeline.evaluation.vllm_methods import compared_configs, heads_config
 from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.export.layout import Content, read_layout
-from pipeline.targets.loading import load_on_gpus
-from pipeline.targets.vllm_decode import DecodeTask, VLLMTexts, decode_in_vllm
+from pipeline.targets.vllm_decode import DecodeTask, decode_in_vllm
 from pipeline.targets.vllm_load import SERVERS, LoadFigures, LoadTask, serve_under_load
+from pipeline.targets.vllm_logits import LOGITS
 
 Task = TypeVar("Task", bound=DecodeTask)
 LEVELS = (1, 2, 4, 8, 16, 32, 64)  # concurrent requests
@@ -76,14 +76,27 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     )
     compared = compared_configs(request)
     tasks = _tasks_of_methods(task, drafting_arguments(request), compared)
+    plain, accelerated, *others = decode_in_vllm(tasks, progress.report)
+    decoded = [each.token_ids for each in (accelerated, *others) if not each.failed]
+    logits = VllmLogits(prompts, plain.token_ids, decoded)
     # Measured first and last, its repeats scatter as far as the machine's speed changes meanwhile.
-    tasks.append(replace(task, name="plain vLLM again", repeats=1, optional=True))
-    plain, accelerated, *others, again = decode_in_vllm(tasks, progress.report)
-    plain = plain.with_repeats(again)
+    again = replace(
+        task, name="plain vLLM again", repeats=1, engine_args=LOGITS, asked=logits.batches
+    )
+    (last,) = decode_in_vllm([again], progress.report)
+    plain = plain.with_repeats(last)
+    change = logits.change(last.logits, request.target.torch_dtype)
+    tolerance = tie_tolerance(change, settings)
+    comparison_of = functools.partial(
+        compare,
+        prompts,
+        plain.token_ids,
+        below_best=logits.below_best(last.logits),
+        tolerance=tolerance,
+    )
     answers = accelerated.token_ids
     accepted = accelerated.accepted
     require_steps(accepted)
-    comparison_of = _comparer(request, plain)
     comparison = comparison_of(answers)
     heads = served_method(HEADS, drafting, prompts, plain, accelerated, comparison.match)
     methods = [heads]
@@ -109,7 +122,8 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
         baseline_range=range_of(plain.at_once()),
         greedy_match=comparison.match,
         largest_gap=comparison.largest_gap,
-        tie_tolerance=tie_tolerance(request.target, settings),
+        tie_tolerance=tolerance,
+        logit_change=change,
         dtype=request.target.dtype,
     )
     figures = with_new_answers(figures, request, answers, accepted)
@@ -125,23 +139,6 @@ def _tasks_of_methods(
         arguments = {"speculative_config": config}
         tasks.append(replace(plain, engine_args=arguments, name=f"vLLM, {name}", optional=True))
     return tasks
-
-
-def _comparer(
-    request: CheckRequest, plain: VLLMTexts
-) -> Callable[[Sequence[list[int]]], Comparison]:
-    """Return a function that compares a method's answers with those of plain decoding.
-
-    It loads the target once, and only if answers differ.
-    """
-    model = functools.cache(functools.partial(load_on_gpus, request.target, request.gpus))
-    return functools.partial(
-        compare,
-        request.prompts,
-        plain.token_ids,
-        gap_at=lambda prefix: top_2_gap(model(), prefix),
-        tolerance=tie_tolerance(request.target, request.settings),
-    )
 
 
 def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) -> list[float]:

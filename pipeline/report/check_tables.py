@@ -33,11 +33,13 @@ from pipeline.formatting import (
 from pipeline.report.facts import (
     expected_rate,
     greedy_matches,
+    greedy_ties,
     measured_rate,
     native_speedup,
     on_new_answers,
     overhead_of,
     speedup_of,
+    tie_limit,
 )
 from pipeline.report.report import Report
 from pipeline.report.speeds import range_cell, speed_cell
@@ -118,7 +120,8 @@ def _engine_cells(
         "acceleration rate on new answers": on_new_answers(engine),
         "speedup": speedup_of(engine),
         "greedy identical": greedy_matches(engine.greedy_match),
-        "greedy ties": count(engine.greedy_match.ties),
+        "greedy ties": greedy_ties(engine.greedy_match),
+        "tie tolerance": tie_limit(engine),
         "tokens/s": speed_cell(engine.tokens_per_second, engine.range),
         "tokens/s, plain": speed_cell(engine.baseline_tokens_per_second, engine.baseline_range),
     }

@@ -192,6 +192,25 @@ def greedy_matches(match: GreedyMatch | None) -> str:
     return f"{count(match.identical)}/{count(match.sequences)}"
 
 
+def greedy_ties(match: GreedyMatch) -> str:
+    """Format the number of ties, and of greedy tokens compared: `1 tie in 2,048 tokens`."""
+    ties = f"{match.ties} tie{'s' * (match.ties != 1)}"
+    return f"{ties} in {count(match.tokens)} tokens" if match.tokens else ties
+
+
+def tie_limit(engine: EngineFigures) -> str:
+    """Format the tolerance of ties and how it was found; `-` if unknown."""
+    if engine.tie_tolerance is None:
+        return UNKNOWN
+    change = engine.logit_change
+    if change is None or engine.tie_tolerance != 2 * change.largest:
+        return f"{engine.tie_tolerance:.2g}, set"
+    found = f"{engine.tie_tolerance:.2g}, twice the largest change of {count(change.tokens)} places"
+    if change.largest == change.rounding_step:
+        found += ", which is one rounding step"
+    return found
+
+
 def headline_table(report: Report) -> Table:
     """Build the report's table of headline figures, in the paper's terms (3 and appendix B)."""
     table = Table("Headline", ["figure", "value", "meaning"], words=(0, 2))
@@ -226,8 +245,8 @@ def _add_native_figures(table: Table, native: NativeFigures, report: Report) -> 
         table.add("Search over stock tree", signed_percent(searched / stock - 1), note)
     table.add("Overhead", overhead_of(native), "seconds of a step with heads over a plain one")
     table.add("Speedup", native_speedup(native), "acceleration rate over overhead")
-    note = f"sequences equal to plain decoding; {match.ties} equal up to a tie"
-    table.add("Greedy identical", greedy_matches(match), f"{note}, {match.differing} not equal")
+    note = f"sequences equal to plain decoding; {match.differing} not equal, {greedy_ties(match)}"
+    table.add("Greedy identical", greedy_matches(match), note)
     plain = speed_cell(native.baseline_tokens_per_second, native.baseline_range)
     table.add("Tokens/s, plain", plain, "the target alone: all answers, over their time")
     with_heads = speed_cell(native.tokens_per_second, native.range)

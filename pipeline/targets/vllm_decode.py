@@ -37,6 +37,7 @@ from pipeline.targets.spec import (
     one_line,
 )
 from pipeline.targets.vllm_engine import RunningEngine, sampling_params, token_prompt
+from pipeline.targets.vllm_logits import LogitAnswer, LogitRequest, read_logits
 
 WARM_UP_TOKENS = 8  # of each prompt, not timed
 ENOUGH_SECONDS, ENOUGH_REPEATS = 2.0, 5  # a small target is measured until either is reached
@@ -52,6 +53,7 @@ class VLLMTexts:
         seconds: The duration of each repeat, with all prompts at once.
         seconds_in_turn: For each repeat, the duration of each prompt that was decoded alone, by its
             index.
+        logits: The answers to each batch of requests for logits.
         failed: Why an optional task failed; its other attributes are empty.
     """
 
@@ -59,6 +61,7 @@ class VLLMTexts:
     accepted: list[list[int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     seconds_in_turn: list[dict[int, float]] = field(default_factory=list)
+    logits: list[list[LogitAnswer]] = field(default_factory=list)
     failed: str = ""
 
     @property
@@ -109,6 +112,8 @@ class DecodeTask:
         gpus: Tensor-parallel size; 0 runs on the CPU.
         name: The decoding method, for the progress.
         optional: Whether a failure of this task is returned instead of raised.
+        asked: Batches of requests for logits, run after the prompts are decoded. With requests, the
+            engine's arguments must include `LOGITS`.
     """
 
     spec: TargetSpec
@@ -120,6 +125,7 @@ class DecodeTask:
     gpus: int = 0
     name: str = "plain vLLM"
     optional: bool = False
+    asked: Sequence[Sequence[LogitRequest]] = ()
 
     def requests(self) -> list[Request]:
         """Return a greedy request for each prompt; prompt and answer fit into the context."""
@@ -173,7 +179,9 @@ def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
     arguments = {**task.engine_args, "enable_prefix_caching": False}
     running = RunningEngine(task.spec, arguments, task.gpus)
     try:
-        return _measure(running, task, report)
+        texts = _measure(running, task, report)
+        logits = [read_logits(running.llm, requests) for requests in task.asked]
+        return replace(texts, logits=logits)
     finally:
         running.close()
 

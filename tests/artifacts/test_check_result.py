@@ -21,5 +21,5 @@ def test_a_result_comes_back_as_it_was_written():
     found = CheckResult(native=NATIVE, vllm=VLLM, drift=TunedDrift(kl=0.1), passed=False)
     written = json.loads(json.dumps(to_json(found)))
     assert from_json(CheckResult, written) == found
-    match = {"sequences": 8, "identical": 5, "ties": 2}
+    match = {"sequences": 8, "identical": 5, "ties": 2, "tokens": 0}
     assert written["native"] == {"acceleration_rate": 1.9, "greedy_match": match}

@@ -19,8 +19,8 @@ from pipeline.artifacts.check_result import (
 from pipeline.config.load import validate
 
 
-def native(rate: float, identical: int = 8, ties: int = 0, sequences: int = 8, **more):
-    match = GreedyMatch(sequences, identical, ties)
+def native(rate: float, identical: int = 8, ties: int = 0, tokens: int = 500, **more):
+    match = GreedyMatch(8, identical, ties, tokens)
     return NativeFigures(acceleration_rate=rate, greedy_match=match, **more)
 
 
@@ -48,14 +48,15 @@ def limits(least: float = 1.0, **more) -> Limits:
         ({"native": native(1.0)}, 1.0, []),
         ({"native": native(1.9)}, 2.0, ["native: .*1.90 is below check.min_acceleration_rate"]),
         ({"native": native(math.nan)}, 1.0, ["native: acceleration rate nan is below"]),
-        ({"native": native(2.0, 6, 2)}, 1.0, []),
-        ({"native": native(2.0, 5, 3)}, 1.0, ["native: 3 of 8 .* differ at ties"]),
-        ({"native": native(2.0, 1, 1, 2)}, 1.0, []),
+        ({"native": native(2.0, 3, 5, tokens=250)}, 1.0, []),
+        ({"native": native(2.0, 3, 5, tokens=249)}, 1.0, ["native: 5 ties in 249 greedy tokens"]),
+        ({"native": native(2.0, 7, 1, tokens=2)}, 1.0, []),
+        ({"native": native(2.0, 6, 2, tokens=0)}, 1.0, ["native: 2 ties in 0 greedy tokens"]),
         ({"native": native(2.0, 5, 2)}, 1.0, ["native: 1 of 8 greedy sequences differ"]),
         (
             {"native": native(2.0, 6, largest_gap=0.043, tie_tolerance=1e-4)},
             1.0,
-            ["2 of 8 .* up to 0.043.*check.tie_tolerance"],
+            ["2 of 8 .* 0.043 below .* within 0.0001 .*check.tie_tolerance"],
         ),
         ({"vllm": vllm(1.5, 0.4, 0.1)}, 1.0, []),
         ({"vllm": vllm(1.0, 0.0, 0.0)}, 1.0, ["vllm: no draft token was accepted"]),

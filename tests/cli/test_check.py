@@ -46,7 +46,7 @@ def test_a_run_and_its_pickle_alone_are_measured_alike(checked, finished_run, tm
     )
     for found in (first, second):
         native = found["check"]["native"]
-        assert native["greedy_match"] == {"sequences": 6, "identical": 6, "ties": 0}
+        assert native["greedy_match"]["identical"] == 6
         assert found["check"]["passed"] is True and native["acceleration_rate"] > 1
     assert first["check"]["native"]["chain"] == second["check"]["native"]["chain"], (
         "the same heads, the same chain"

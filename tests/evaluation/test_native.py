@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pipeline.artifacts.check_result import Baseline, GreedyMatch
+from pipeline.artifacts.check_result import Baseline
 from pipeline.artifacts.seen_answers import TrainingText, training_text
 from pipeline.config import CheckConfig
 from pipeline.errors import ConfigError
@@ -66,7 +66,7 @@ def test_answers_that_end_with_their_first_token_spoil_nothing(check, asked):
     ending, others = asked
     result, _ = check([*ending[:3], *others[:2]])
     found = result.native
-    assert found.prompts == 5 and found.greedy_match == GreedyMatch(5, 5, 0)
+    assert found.prompts == 5 and found.greedy_match.identical == 5
     assert sum(found.accepted_lengths) > 0 and math.isfinite(found.overhead)
     with pytest.raises(ConfigError, match="no step to measure"):
         check(ending[:3])
@@ -124,7 +124,7 @@ def test_every_rule_is_timed_and_greedy_text_is_compared_too(check, asked, setti
     result, _ = check(asked[1][:5], temperature=0.8, **settings)
     found = result.native
     assert found.acceptance == settings["acceptance"] and found.temperature == 0.8
-    assert found.greedy_match == GreedyMatch(5, 5, 0) and found.acceleration_rate >= 1
+    assert found.greedy_match.identical == 5 and found.acceleration_rate >= 1
     if settings["acceptance"] == "rejection":  # one seed writes one text, with and without the tree
         likelihoods = found.log_likelihood
         assert likelihoods["sampling"] == pytest.approx(likelihoods["rejection"], abs=1e-3)
@@ -139,9 +139,9 @@ def test_retrieval_and_lookahead_change_no_token(check, asked, finished_run):
     for row in stored(finished_run.latest("generate")):
         spans += row["spans"] if row["split"] == "train" else []
     assert retrieval.datastore.tokens == sum(span["end"] - span["start"] for span in spans)
-    assert retrieval.greedy_match == GreedyMatch(5, 5, 0) and retrieval.acceleration_rate >= 1
+    assert retrieval.greedy_match.identical == 5 and retrieval.acceleration_rate >= 1
     assert 0 < retrieval.drafted_share <= 1 and retrieval.datastore.build_seconds > 0
-    assert lookahead.greedy_match == GreedyMatch(5, 5, 0) and lookahead.acceleration_rate >= 1
+    assert lookahead.greedy_match.identical == 5 and lookahead.acceleration_rate >= 1
     assert lookahead.datastore is None is lookahead.drafted_share
 
 

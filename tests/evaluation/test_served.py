@@ -35,6 +35,7 @@ from pipeline.evaluation.speed import check_speed
 from pipeline.targets.spec import TargetSpec
 from pipeline.targets.vllm_decode import VLLMTexts
 from pipeline.targets.vllm_load import LoadFigures, LoadTask
+from pipeline.targets.vllm_logits import LogitAnswer, LogitRequest
 
 PROMPTS = [Prompt("a", [0, 5]), Prompt("b", [0, 6])]
 CHAIN = {"method": "medusa", "model": "export", "num_speculative_tokens": 3}
@@ -42,19 +43,27 @@ CHAIN = {"method": "medusa", "model": "export", "num_speculative_tokens": 3}
 
 @pytest.fixture
 def check(monkeypatch, tiny_target):
-    def run(plain, accelerated, prompts=PROMPTS, accepted=((3, 1, 3, 1), (2, 1, 2, 1))):
+    def run(plain, accelerated, prompts=PROMPTS, accepted=((3, 1, 3, 1), (2, 1, 2, 1)), below=None):
         decoded = []
         for texts, steps, speed in ((plain, (), 20.0), (accelerated, accepted, 30.0)):
             seconds = sum(map(len, texts)) / speed
             alone = dict.fromkeys(range(len(texts)), 2 * seconds / len(texts))
             decoded.append(VLLMTexts(texts, steps, [seconds], [alone]))
         decoded.append(VLLMTexts(failed="no n-grams"))
-        decoded.append(VLLMTexts(failed="no second time"))
 
         def decode_in_vllm(tasks, told):
-            assert [task.repeats for task in tasks] == [3, 3, 3, 1]
-            assert tasks[-1].engine_args == tasks[0].engine_args, "plain decoding is first and last"
-            return decoded
+            if len(tasks) == 3:
+                assert [task.repeats for task in tasks] == [3, 3, 3]
+                return decoded
+            (again,) = tasks
+            assert again.repeats == 1 and "speculative_config" not in again.engine_args
+            found = [list(map(answered, batch)) for batch in again.asked]
+            return [replace(decoded[0], logits=found)]
+
+        def answered(request: LogitRequest) -> LogitAnswer:
+            """Logits of tokens that are as far below the best, token 0, as `below` says."""
+            logits = {0: 9.0} | {token: 9.0 - below[token] for token in request.token_ids}
+            return LogitAnswer([0] * request.num_tokens, [logits] * request.num_tokens)
 
         monkeypatch.setattr(served, "decode_in_vllm", decode_in_vllm)
         target = TargetSpec(str(tiny_target))
@@ -70,14 +79,22 @@ def error_of(draws: list[float]) -> float:
     return pytest.approx(math.sqrt(2) * statistics.pstdev(draws), rel=0.1)
 
 
-def test_equal_sequences_load_no_target(check, monkeypatch):
-    monkeypatch.setattr(served, "load_on_gpus", lambda *_: pytest.fail("there is nothing to judge"))
+@pytest.mark.parametrize(("distance", "is_tie"), [(1e-6, True), (60.0, False)])
+def test_ties_are_judged_by_vllm_s_own_logits(check, distance, is_tie):
+    found = check([[1, 2], [3]], [[1, 4], [3]], below={2: 0.0, 4: distance})
+    assert found.vllm.greedy_match == GreedyMatch(2, 1, int(is_tie), tokens=3)
+    assert [one.other_below for one in found.differing] == ([] if is_tie else [distance])
+    step = 8 * 2**-23  # float32's, of 8 to 16
+    assert found.vllm.tie_tolerance == 2 * found.vllm.logit_change.largest == 2 * step
+
+
+def test_vllm_s_figures(check):
     found = check([[1, 2], [3]], [[1, 2], [3]]).vllm
     assert found.num_speculative_tokens == 3 and found.acceleration_rate == 1.75
     assert found.standard_error == error_of([2.0, 1.75, 1.75, 1.5])
     assert found.accepted_per_position == [0.5, 0.25, 0.0]
     assert (found.tokens_per_second, found.baseline_tokens_per_second) == (30.0, 20.0)
-    assert found.speedup == 1.5 and found.greedy_match == GreedyMatch(2, 2, 0)
+    assert found.speedup == 1.5 and found.greedy_match == GreedyMatch(2, 2, 0, tokens=3)
     heads, ngram = found.methods
     assert (heads.acceleration_rate, heads.greedy_match) == (1.75, found.greedy_match)
     assert heads.speculative_config == CHAIN

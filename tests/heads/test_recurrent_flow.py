@@ -47,7 +47,7 @@ def test_the_whole_flow_changes_no_token(make_config, tmp_path):
         assert torch.equal(exported[name], trained[name])
     assert trained.keys() - exported.keys() == {"embed_tokens.weight", "lm_head.weight"}
     native = report_of(run)["check"]["native"]
-    assert native["greedy_match"] == {"sequences": 8, "identical": 8, "ties": 0}
+    assert native["greedy_match"]["identical"] == 8
     assert native["acceleration_rate"] > 1
 
 

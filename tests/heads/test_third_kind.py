@@ -36,7 +36,7 @@ def test_another_kind_runs_the_whole_flow_and_changes_no_token(make_config, tmp_
     card = (export / "README.md").read_text()
     assert "# Linear heads for" in card and "vllm serve" not in card
     native = report_of(run)["check"]["native"]
-    assert native["greedy_match"] == {"sequences": 8, "identical": 8, "ties": 0}
+    assert native["greedy_match"]["identical"] == 8
     assert native["acceleration_rate"] > 1
 
 

@@ -88,8 +88,8 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, again, tmp_path)
     counts = [(row.category, row.prompts) for row in native.categories]
     assert counts == [("c0", 6), ("c1", 4)]
     generate, retrieval = native.baselines
-    assert retrieval.datastore.tokens > 0 and retrieval.greedy_match == GreedyMatch(10, 10, 0)
-    assert generate.name == "generate" and generate.greedy_match == GreedyMatch(10, 10, 0)
+    assert retrieval.datastore.tokens > 0 and retrieval.greedy_match.identical == 10
+    assert generate.name == "generate" and generate.greedy_match.identical == 10
     exact = [{"category": "c0", "answers": 2, "plain": 0.0, "medusa": 0.0}]
     assert result.exact_match == exact and "answers" not in stage.summary
     name = Path(stage.summary["configuration"]["target"]["model"]).name
@@ -187,7 +187,7 @@ def test_heads_are_checked_on_the_served_copy_too(copied_run, again, tmp_path, t
     result = result_of(run)
     found, native = result.served_model, result.native
     assert (found.model, found.format) == (copy, "compressed-tensors (int-quantized)")
-    assert found.native.greedy_match == GreedyMatch(8, 8, 0), "its own text, not the target's"
+    assert found.native.greedy_match.identical == 8, "its own text, not the target's"
     assert found.native.acceleration_rate > 1 and result.passed
     (row,) = re.findall(r"^\| native \| .*", (run.path / "report.md").read_text(), re.MULTILINE)
     for engine in (native, found.native):
