@@ -79,7 +79,7 @@ from pipeline.targets.spec import (
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 28
+VERSION = 29
 FIGURES = {
     "native.acceleration_rate": "native acceleration rate",
     "native.speedup": "native speedup",
