@@ -160,13 +160,6 @@ class TypicalRow(Speed):
 
 
 @result
-class BatchRow(Speed):
-    """The speed of decoding `batch_size` sequences at once, in the study `batch`."""
-
-    batch_size: int
-
-
-@result
 class Percentiles:
     """Percentiles of a time under load, in milliseconds."""
 
@@ -218,7 +211,6 @@ class Studies:
     trees: list[TreeRow] | None = None
     typical: list[TypicalRow] | None = None
     heads: list[TreeRow] | None = None
-    batch: list[BatchRow] | None = None
     load: list[LoadRow] | None = None
 
 

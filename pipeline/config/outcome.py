@@ -12,7 +12,7 @@ from pipeline.config.running import Section
 FormatName = Literal["expanded", "shared", "reference"]
 BaselineName = Literal["generate", "prompt-lookup", "assistant", "retrieval", "lookahead"]
 EngineBaseline = Literal["ngram", "draft-model", "suffix"]
-StudyName = Literal["trees", "typical", "heads", "batch", "load"]
+StudyName = Literal["trees", "typical", "heads", "load"]
 
 
 class LatencyLimits(Section):
@@ -232,7 +232,7 @@ class CheckConfig(Section):
         (),
         description=(
             "Further measurements: candidate trees, typical acceptance by eps and temperature,"
-            " numbers of heads, batch sizes; load: vLLM as a server with 1 to 64 requests at once."
+            " numbers of heads; load: vLLM as a server with 1 to 64 requests at once."
         ),
     )
     slo: LatencyLimits = Field(

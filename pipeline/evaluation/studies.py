@@ -1,4 +1,4 @@
-"""Optional studies of the check (`check.studies`): trees, acceptance rules, heads, batch sizes.
+"""Optional studies of the check (`check.studies`): trees, acceptance rules, heads.
 
     trees    plain decoding, top-1 chain, the authors' stock tree, a searched tree of its
              size, the export's own tree, and a tree of that tree's size that is dynamic
@@ -6,34 +6,29 @@
     typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling
              and rejection
     heads    the export's tree cut at each depth
-    batch    sequences decoded at once, plain and with the tree
     load     vLLM as a server under load; see served.py
 
 Greedy decoding gives the same text with any tree, so `trees` and `heads` decode nothing: one
 forward over each prompt and its plain answer gives the states that the heads read, and a replay of
 the answer gives each tree's acceleration rate, equal to that of decoding up to ties. The time of a
 step is measured on a few prompts. `typical` decodes up to `NUM_PROMPTS` prompts with at most
-`MAX_NEW_TOKENS` new tokens. `batch` decodes the same prompts, repeated to fill a batch,
-`check.repeats` times. Figures can be compared within a study, but not with those of the check.
+`MAX_NEW_TOKENS` new tokens. Figures can be compared within a study, but not with those of the
+check.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
     overhead           seconds per step / seconds per plain step of the same prompts, in turns
-    speedup            acceleration rate / overhead; in `batch`, the ratio of tokens per second
+    speedup            acceleration rate / overhead
     log-likelihood     nats per token of the answers under the target itself, at temperature 1
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
-from time import perf_counter
 
 from pipeline.artifacts.check_result import (
     SEARCHED_TREE,
     STOCK_TREE,
-    BatchRow,
     ChainRate,
     Studies,
     TreeRow,
@@ -43,7 +38,6 @@ from pipeline.artifacts.json_form import rounded
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
-from pipeline.decoding.cuda_graphs import WARM_UP_STEPS
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import replay, replay_dynamic
@@ -65,8 +59,6 @@ from pipeline.heads.kind import Heads
 NUM_PROMPTS, MAX_NEW_TOKENS = 8, 64
 TEMPERATURES = (0.3, 0.7, 1.0)
 EPS = (0.01, 0.04, 0.09, 0.16, 0.25)  # the range that the paper sweeps
-BATCH_SIZES = (1, 2, 4, 8, 16)
-WARM_UP_TOKENS = 4
 NUM_TIMED = 4  # prompts of the studies of trees
 GUESSES = 10  # per node of the dynamic tree beside a static one
 
@@ -118,10 +110,8 @@ def run_studies(
         elif name == "typical":
             sweep = typical_sweep(few, num_tokens)
             found = replace(found, typical=sweep)
-        elif name == "heads":
-            found = replace(found, heads=heads_used(decoding))
         else:
-            found = replace(found, batch=batch_sizes(few, num_tokens, settings.repeats))
+            found = replace(found, heads=heads_used(decoding))
     return found
 
 
@@ -300,48 +290,3 @@ def rule_rows(
             )
         )
     return rows
-
-
-def batch_sizes(decoding: Decoding, num_tokens: int, repeats: int) -> list[BatchRow]:
-    """Measure tokens per second of batches of 1 to 16 prompts, prefill included (study `batch`).
-
-    Each size is measured plainly and with the tree. Speeds are medians over `repeats`
-    measurements. The prompts are repeated, or cut, to the size of the largest batch.
-    """
-    prompt_ids = [prompt.ids for prompt in decoding.prompts]
-    texts = list(islice(cycle(prompt_ids), max(BATCH_SIZES)))
-    rows = []
-    for size in BATCH_SIZES:
-        batches = [texts[start : start + size] for start in range(0, len(texts), size)]
-        speeds: dict[Decoder, list[float]] = {decoding.plain: [], decoding.accelerated: []}
-        for decoder in speeds:
-            if decoder.captures:  # every length and width must be captured
-                for batch in batches * (WARM_UP_STEPS + 1):
-                    decoder.generate_batch(batch, num_tokens)
-            else:
-                decoder.generate_batch(batches[0], WARM_UP_TOKENS)
-        for _ in range(repeats):
-            for decoder, found in speeds.items():
-                found.append(_tokens_per_second(decoder, batches, num_tokens))
-        before, after = (statistics.median(found) for found in speeds.values())
-        rows.append(
-            BatchRow(
-                batch_size=size,
-                tokens_per_second=round(after, 2),
-                baseline_tokens_per_second=round(before, 2),
-                speedup=round(after / before, 4),
-            )
-        )
-    return rows
-
-
-def _tokens_per_second(
-    decoder: Decoder, batches: Sequence[list[list[int]]], num_tokens: int
-) -> float:
-    """Measure the tokens per second of decoding all batches of prompts once, prefill included."""
-    started = perf_counter()
-    written = 0
-    for batch in batches:
-        answers = decoder.generate_batch(batch, num_tokens)
-        written += sum(len(answer.token_ids) for answer in answers)
-    return written / (perf_counter() - started)

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from pipeline.artifacts.check_result import (
     Baseline,
-    BatchRow,
     Category,
     EngineFigures,
     NativeFigures,
@@ -203,7 +202,9 @@ def categories_table(report: Report) -> Table:
     if len(rows) < 2:
         return table
     for row in rows:
-        table.add(row.category, count(row.prompts), ratio(row.acceleration_rate), *_speeds(row))
+        speeds = rate(row.baseline_tokens_per_second), rate(row.tokens_per_second)
+        cells = ratio(row.acceleration_rate), *speeds, times(row.speedup)
+        table.add(row.category, count(row.prompts), *cells)
     return table
 
 
@@ -239,12 +240,6 @@ def tables_by_category(report: Report) -> dict[str, Table]:
             of_tree = [ratio(tree.categories.get(name)) for name in rates.columns[1:]]
             rates.add(f"tree: {tree.tree}", *of_tree)
     return {"rates_by_category": rates, "speeds_by_category": speeds}
-
-
-def _speeds(row: Category | BatchRow) -> tuple[str, str, str]:
-    """Format tokens per second, plain and with heads, and the speedup as table cells."""
-    plain = rate(row.baseline_tokens_per_second)
-    return plain, rate(row.tokens_per_second), times(row.speedup)
 
 
 def exact_match_table(report: Report) -> Table:
@@ -291,15 +286,10 @@ def study_tables(report: Report) -> dict[str, Table]:
     for rule in studies.typical or []:
         cells = [ratio(rule.acceleration_rate), times(rule.speedup), ratio(rule.log_likelihood)]
         typical.add(show(rule.temperature, ".1f"), rule.rule, ratio(rule.eps), *cells)
-    batch = Table("Study: batch size", ["sequences", *SPEEDS])
-    batch.note = "The same prompts, decoded 1 to 16 at a time; prefill included."
-    for size in studies.batch or []:
-        batch.add(count(size.batch_size), *_speeds(size))
     return {
         "study_trees": trees,
         "study_typical": typical,
         "study_heads": heads,
-        "study_batch": batch,
         "study_load": _load_study(report),
     }
 

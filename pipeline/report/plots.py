@@ -20,11 +20,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from pipeline.artifacts.check_result import BatchRow, LoadRow
-from pipeline.artifacts.tree_file import Accuracy, TimedSize
+from pipeline.artifacts.check_result import LoadRow
+from pipeline.artifacts.tree_file import Accuracy
 from pipeline.decoding.tree import TreePath
 from pipeline.report.report import CurvePoint, Extras, Report
-from pipeline.report.tables import shown_costs
 
 # Placeholder colours, replaced by CSS variables in `_render_svg`.
 INK, MUTED, LINE, CARD, ACCENT = (f"#0000{i:02x}" for i in range(1, 6))
@@ -71,13 +70,6 @@ def draw_plots(report: Report, extras: Extras) -> dict[str, str]:
             plots["accepted"] = plot_accepted_lengths(native.accepted_lengths)
         if calibration and not calibration.dynamic:
             plots["tree"] = plot_tree(calibration.choices, calibration.node_shares)
-        if report.tree and report.tree.sizes:
-            rows = {size.nodes: size for size in report.tree.sizes}
-            shown = shown_costs(rows, report.tree.nodes, report)
-            plots["sizes"] = plot_tree_sizes([*shown.values()], report.tree.nodes)
-        if studies.batch:
-            sizes = [row.batch_size for row in studies.batch]
-            plots["study_batch"] = plot_speeds(sizes, studies.batch, "sequences at once")
         if studies.load:
             plots["study_load"] = plot_loads(studies.load)
         return {name: _render_svg(axes, name) for name, axes in plots.items()}
@@ -140,30 +132,6 @@ def _plot_losses(axes: Axes, points: Sequence[CurvePoint], k: int, **style: Any)
         parts = np.array_split(curve, MAX_POINTS)
         curve = np.stack([part.mean(axis=0) for part in parts])
     axes.plot(*curve.T, **style)
-
-
-def plot_tree_sizes(sizes: Sequence[TimedSize], chosen: int) -> Axes:
-    """Plot expected rate, step time and speed by number of tree nodes, and mark `chosen`."""
-    axes = _axes("nodes")
-    nodes = [size.nodes for size in sizes]
-    rates = [size.expected_acceleration_rate for size in sizes]
-    _plot_curve(axes, nodes, rates, color=SERIES[1], label="tokens per step")
-    _plot_curve(axes, nodes, [size.overhead for size in sizes], color=SERIES[2], label="step time")
-    _plot_curve(axes, nodes, [size.expected_speedup for size in sizes], color=ACCENT, label="speed")
-    _powers_of_two(axes, nodes)
-    axes.axhline(1, color=MUTED, linestyle="--")
-    axes.axvline(chosen, color=INK, linestyle=":", label=f"{chosen} used")
-    return axes
-
-
-def plot_speeds(x: Sequence[int], rows: Sequence[BatchRow], label: str) -> Axes:
-    """Plot tokens per second, plain and with heads, by sequences at once."""
-    axes = _axes(label, "tokens/s")
-    plain = [row.baseline_tokens_per_second for row in rows]
-    _plot_curve(axes, x, plain, color=MUTED, label="plain")
-    _plot_curve(axes, x, [row.tokens_per_second for row in rows], color=ACCENT, label="with heads")
-    _powers_of_two(axes, x)
-    return axes
 
 
 def plot_loads(rows: Sequence[LoadRow]) -> Axes:

@@ -6,8 +6,6 @@ An unknown cell is `-`. The table of a measurement that was not made has no rows
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TypeVar
 
 from pipeline.artifacts.tree_file import Accuracy, Calibration, Expected
 from pipeline.decoding.tree_search import fastest_choice
@@ -25,8 +23,6 @@ from pipeline.formatting import (
 from pipeline.report.facts import expected_rate, pairs
 from pipeline.report.report import STAGES, Report, StageFigures, TrainFigures
 from pipeline.report.text_table import NOT_RUN, Table
-
-Row = TypeVar("Row", bound=Expected)
 
 RANKS = ("top-1", "top-2", "top-3", "top-4", "top-5")
 EXPECTED = ("expected rate", "step time", "expected speed")
@@ -113,38 +109,21 @@ def _add_expected(
 ) -> None:
     """Add expected rate, step time and speed of each size to a table of the report.
 
-    `setting` chose the size that is used; the note says which one `auto` would use.
+    `setting` chose the size that is used; the note says which one `auto` would use. Once the check
+    has measured the overhead of the run's own tree, step time and speed are relative to the size
+    that is used, so that the report has one overhead of a tree.
     """
     fastest = _fastest(rows)
     if fastest not in (None, used):
         table.note += f" On this machine, calibrate.{setting}: auto would use {count(fastest)}."
-    unit = "the size in use" if is_relative(rows, used, report) else "plain decoding"
+    own, unit = Expected(overhead=1.0, expected_speedup=1.0), "plain decoding"
+    if report.native and used in rows and rows[used].overhead is not None:
+        own, unit = rows[used], "the size in use"
     table.note += f" Step time and speed, timed natively at calibration, are relative to {unit}."
-    for size, row in shown_costs(rows, used, report).items():
-        cells = times(row.overhead), times(row.expected_speedup)
-        table.add(count(size), expected_rate(row), *cells)
-
-
-def is_relative(rows: Mapping[int, Expected], used: int, report: Report) -> bool:
-    """Return whether costs are relative to the size in use, and not to plain decoding.
-
-    They are once the check has measured the overhead of the run's own tree, so that the report has
-    one overhead of a tree.
-    """
-    return report.native is not None and used in rows and rows[used].overhead is not None
-
-
-def shown_costs(rows: Mapping[int, Row], used: int, report: Report) -> dict[int, Row]:
-    """Return the rows with the overheads and speedups that the report shows, see `is_relative`."""
-    if not is_relative(rows, used, report):
-        return dict(rows)
-    own = rows[used]
-    shown = {}
     for size, row in rows.items():
-        overhead = quotient(row.overhead, own.overhead)
-        speedup = quotient(row.expected_speedup, own.expected_speedup)
-        shown[size] = replace(row, overhead=overhead, expected_speedup=speedup)
-    return shown
+        step_time = quotient(row.overhead, own.overhead)
+        speed = quotient(row.expected_speedup, own.expected_speedup)
+        table.add(count(size), expected_rate(row), times(step_time), times(speed))
 
 
 def drift_table(report: Report) -> Table:

@@ -21,7 +21,6 @@ from pipeline.evaluation.studies import Decoding, run_studies, searched_tree
 from pipeline.export.directory import read_heads
 from pipeline.report.documents import report_texts
 from pipeline.report.report import Extras, Report
-from tests.decoding.test_cuda_graphs import Tape
 from tests.flows.tiny import token_rows
 
 TREE = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
@@ -63,7 +62,6 @@ def smaller(monkeypatch):
     monkeypatch.setattr(studies, "NUM_PROMPTS", 2)
     monkeypatch.setattr(studies, "TEMPERATURES", (0.8,))
     monkeypatch.setattr(studies, "EPS", (0.04, 0.25))
-    monkeypatch.setattr(studies, "BATCH_SIZES", (1, 4))
 
 
 def test_the_ladder_ends_with_the_export_s_tree(decoding, calibration):
@@ -140,30 +138,6 @@ def test_heads_are_used_up_to_each_depth_of_the_tree(exact, prompts, calibration
         assert [row.tree for row in found.trees[-2:]] == names
 
 
-def test_every_batch_size_decodes_the_same_prompts(decoding, monkeypatch):
-    """They are repeated until they fill the largest batch."""
-    monkeypatch.setattr(studies, "NUM_PROMPTS", 3)
-    monkeypatch.setattr(studies, "BATCH_SIZES", (1, 2, 4))
-    asked: dict[Decoder, list] = {decoding.plain: [], decoding.accelerated: []}
-    generate = Decoder.generate_batch
-
-    def generate_batch(decoder, ids, num_tokens):
-        if num_tokens == 10:  # not the warm-up
-            asked[decoder].append(ids)
-        return generate(decoder, ids, num_tokens)
-
-    monkeypatch.setattr(Decoder, "generate_batch", generate_batch)
-    rows = run_studies(decoding, settings("batch", repeats=2), None).batch
-    one, two, three = (prompt.ids for prompt in decoding.prompts)
-    alone, pairs = [[one], [two], [three], [one]], [[one, two], [three, one]]
-    batches = [*alone * 2, *pairs * 2, *[[one, two, three, one]] * 2]
-    assert list(asked.values()) == [batches, batches]
-    assert [row.batch_size for row in rows] == [1, 2, 4]
-    for row in rows:
-        speedup = row.tokens_per_second / row.baseline_tokens_per_second
-        assert row.speedup == pytest.approx(speedup, rel=1e-2)
-
-
 def test_answers_without_a_step_have_no_figures(decoding, calibration):
     decoding = replace(decoding, answers=[text[:1] for text in decoding.answers])
     asked = settings("trees", "heads", max_new_tokens=1)
@@ -174,27 +148,3 @@ def test_answers_without_a_step_have_no_figures(decoding, calibration):
     check = CheckFigures(native=native, passed=True, failures=[])
     assert report_texts(Report(check=check), Extras())
     assert run_studies(decoding, settings(), None) is None
-
-
-def test_batches_are_captured_before_they_are_timed(model, decoding, monkeypatch):
-    """Also of the few texts that are left when others have ended."""
-    captures: list[int] = []  # within each batch
-    capture, generate = Tape.capture, Decoder.generate_batch
-
-    def counted_capture(*arguments):
-        captures[-1] += 1
-        return capture(*arguments)
-
-    def counted_batch(*arguments):
-        captures.append(0)
-        return generate(*arguments)
-
-    monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 8)  # a text outgrows several
-    monkeypatch.setattr(Tape, "capture", counted_capture)
-    monkeypatch.setattr(Decoder, "generate_batch", counted_batch)
-    monkeypatch.setattr(studies, "BATCH_SIZES", (4,))
-    tape, ends = Tape(), tuple(range(300))[::7]
-    plain = Decoder(model, None, (), eos_token_ids=ends, graph_capture=tape)
-    tree = Decoder(model, decoding.heads, TREE, eos_token_ids=ends, graph_capture=tape)
-    studies.batch_sizes(Decoding(plain, tree, decoding.prompts, []), 40, 1)
-    assert any(captures) and not any(captures[-2:])

@@ -46,7 +46,6 @@ def story(tmp_path, tiny_target, tiny_seeds, monkeypatch):
     monkeypatch.setattr(studies, "NUM_PROMPTS", 2)
     monkeypatch.setattr(studies, "TEMPERATURES", (0.7,))
     monkeypatch.setattr(studies, "EPS", (0.04, 0.25))
-    monkeypatch.setattr(studies, "BATCH_SIZES", (1, 4))
     monkeypatch.setattr(calibrate, "NUM_PROMPTS", 1)
 
     def tell(name: str, *words: str, **options: str) -> None:

@@ -28,7 +28,6 @@ STUDIES: dict[str, Any] = {
     "trees": [{"tree": "plain", "nodes": 0, **SPEED}, {"tree": "top-1 chain", "nodes": 4, **SPEED}],
     "typical": [{"temperature": 0.7, "rule": "typical", "eps": 0.04, **SPEED}],
     "heads": [{"heads": 1, "nodes": 2, **SPEED}],
-    "batch": [{"batch_size": 2, **RATES}, {"batch_size": 4, **RATES}],
 }
 
 TREE: dict[str, Any] = {

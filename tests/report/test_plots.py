@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.artifacts.check_result import LoadRow
-from pipeline.artifacts.tree_file import Accuracy, TimedSize
+from pipeline.artifacts.tree_file import Accuracy
 from pipeline.report import plots
 from pipeline.report.report import CurvePoint, Extras, Report
 from tests.report.conftest import typed
@@ -64,20 +63,6 @@ def test_long_curves_are_averaged_and_not_sampled():
     points = curves_in(plots.plot_head_losses(steps, []))["head 0"]
     assert len(points) <= 300
     assert [loss for _, loss in points] == pytest.approx([0.5] * len(points), abs=0.05)
-
-
-def test_the_chosen_size_and_every_measured_one_are_named():
-    sizes = [TimedSize(nodes=n, overhead=1.1, expected_acceleration_rate=2.0) for n in (1, 4, 64)]
-    axes = plots.plot_tree_sizes(sizes, 9)
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "4", "64"]
-    curves = curves_in(axes)
-    assert curves["step time"] == [[1, 1.1], [4, 1.1], [64, 1.1]] and "9 used" in curves
-
-
-def test_speeds_are_drawn_plain_and_with_heads():
-    rows = [LoadRow(requests=1, baseline_tokens_per_second=10.0, tokens_per_second=15.0)]
-    curves = curves_in(plots.plot_speeds([1], rows, "requests at once"))
-    assert curves == {"plain": [[1, 10]], "with heads": [[1, 15]]}
 
 
 def test_nothing_is_drawn_of_an_empty_report():

@@ -16,7 +16,7 @@ from pipeline.artifacts.check_result import (
 )
 from pipeline.report.facts import speed_outcomes
 from pipeline.report.report import Report
-from pipeline.report.speeds import Repeats, is_disturbed
+from pipeline.report.speeds import is_disturbed
 from pipeline.report.warnings import report_warnings
 from pipeline.report.what_to_serve import serving_advice
 
@@ -87,19 +87,3 @@ def test_plain_steps_that_other_load_slowed_are_noticed(slowed, is_noticed):
     speed = Speed(acceleration_rate=2.0, speedup=slowed * 2.0 / OVERHEAD)
     assert is_disturbed(speed) is is_noticed
     assert not is_disturbed(Speed(acceleration_rate=2.0))
-
-
-@pytest.mark.parametrize(
-    ("found", "plain", "overlap"),
-    [
-        ([110, 120], [90, 100], False),
-        ([95, 120], [90, 100], True),
-        ([80, 95], [90, 100], True),
-        ([80, 85], [90, 100], False),
-    ],
-)
-def test_methods_differ_if_their_repeats_do_not_overlap(found, plain, overlap):
-    one, other = Repeats.of("heads", 100, found), Repeats.of("plain", 95, plain)
-    assert one.overlaps(other) is other.overlaps(one) is overlap
-    lowest, highest = (float(text) for text in one.range_over(other).split(" to "))
-    assert overlap is (lowest <= 1 <= highest)
