@@ -172,7 +172,7 @@ def test_seeds_that_change_while_they_are_read_are_refused(make_config, tmp_path
     config, whole, read = (
         make_config(tmp_path, seeds__sources=[{"path": str(path)}]),
         path.read_text(),
-        seeds._seed_rows,
+        seeds.seed_rows,
     )
 
     def append(*arguments):
@@ -180,7 +180,7 @@ def test_seeds_that_change_while_they_are_read_are_refused(make_config, tmp_path
         return read(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(DataError, match=f"changed .*{path}"):
-        patch.setattr(seeds, "_seed_rows", append)
+        patch.setattr(seeds, "seed_rows", append)
         run_again(config, until="seeds")
     path.write_text(whole)
     run = run_again(config, until="seeds")

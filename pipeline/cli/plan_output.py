@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 from rich.filesize import decimal
 
+from pipeline.cli.plan_times import newest_result, time_lines
 from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
 from pipeline.evaluation.batch_limits import batch_limits, gpu_figures
 from pipeline.execution.placement import most_workers
 from pipeline.flow import STAGES
-from pipeline.formatting import duration, rate
 from pipeline.report.text_table import print_grid, wide_console
 from pipeline.run.checks import check_plan, unread_settings
 from pipeline.run.estimate import (
@@ -36,6 +36,7 @@ from pipeline.run.estimate import (
     run_size,
     target_sizes,
 )
+from pipeline.run.kept_seeds import count_seed_rows
 from pipeline.run.resolved import ResolvedRun
 from pipeline.run.stage_status import StageStatus, stage_statuses
 from pipeline.stages.generate import check_samples
@@ -43,7 +44,6 @@ from pipeline.stages.seeds import require_enough_rows
 from pipeline.storage.atomic import free_disk, require_free_disk
 from pipeline.storage.receipts import Summary
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.sizes import TargetSizes
 from pipeline.targets.spec import cached_numbers
 from pipeline.training.checkpoints import KEPT
@@ -59,8 +59,6 @@ COLUMNS = {
     "cache": "cache",
     "total": "total",
 }
-TIMED_STAGES = {"generate": "tokens", "features": "positions", "train": "tokens"}
-"""Stages whose hours are estimated, and the figure of their summary that measures the work."""
 
 
 def print_plan(run: ResolvedRun) -> None:
@@ -71,7 +69,7 @@ def print_plan(run: ResolvedRun) -> None:
     directory = RunDirectory(run.config.run.directory, run.config.run.store)
     statuses = stage_statuses(directory, run, STAGES)
     elsewhere = on_planned_gpus(run)
-    seeds = statuses["seeds"].finished
+    seeds = statuses["seeds"].finished or count_seed_rows(run.config)
     size = run_size(elsewhere, seeds, statuses["generate"].finished)
     expected = None if size.written else _expected_size(elsewhere, seeds, directory.store)
     unfinished = [name for name, state in statuses.items() if state.status != "done"]
@@ -83,17 +81,18 @@ def print_plan(run: ResolvedRun) -> None:
     console = wide_console()
     _print_stages(console, statuses)
     _print_lines(console, notes)
+    _print_lines(console, _seed_lines(seeds))
     _print_lines(console, _size_lines(size, expected, statuses["features"], directory.store))
-    if seeds is None and size.conversations is not None:
+    if statuses["seeds"].finished is None and size.conversations is not None:
         require_enough_rows(size.conversations, run.config.seeds.holdout, "seeds.sources")
     check_samples(run, size, directory.store)
     likely = expected.size if expected else size
     is_bound = not (expected or size.written)
     _print_lines(console, _training_lines(likely, run.config.train, is_bound=is_bound))
     _print_lines(console, _worker_lines(run, unfinished))
-    bound = "at most" if is_bound else "about"
-    _print_lines(console, _hour_lines(run, likely, directory.store, unfinished, bound))
     target = target_sizes(elsewhere)
+    times = time_lines(elsewhere, likely, target, directory.store, unfinished, is_bound=is_bound)
+    _print_lines(console, times)
     if target is not None:
         memory = memory_of_stages(elsewhere, target, size.positions)
         _print_memory(console, memory)
@@ -125,12 +124,6 @@ def _print_stages(console: Console, statuses: Mapping[str, StageStatus]) -> None
     print_grid(console, ("stage", "what", "shards", "why"), rows)
 
 
-def _newest_result(store: Path, stage: str) -> StageDirectory | None:
-    """Return the newest finished directory of a stage in a store, or None."""
-    done = sorted(store.glob(f"{stage}-*/DONE.json"), key=lambda path: path.stat().st_mtime)
-    return StageDirectory.at(done[-1].parent) if done else None
-
-
 @dataclass(frozen=True)
 class ExpectedSize:
     """The size of a run whose conversations are as long as those of an earlier run."""
@@ -145,7 +138,7 @@ def _expected_size(run: ResolvedRun, seeds: Summary | None, store: Path) -> Expe
 
     Their average number of tokens is assumed, at most what the settings allow.
     """
-    newest = _newest_result(store, "generate")
+    newest = newest_result(store, "generate")
     if newest is None or not newest.summary.get("rows"):
         return None
     generate = run.config.generate
@@ -157,14 +150,25 @@ def _expected_size(run: ResolvedRun, seeds: Summary | None, store: Path) -> Expe
     return ExpectedSize(size, average, newest.path.name)
 
 
+def _seed_lines(seeds: Summary | None) -> Iterator[str]:
+    """Yield a line of `plan` on the rows of sources that the seeds stage drops, by reason."""
+    reasons = (seeds or {}).get("reasons")
+    if reasons:
+        shown = [f"{reason} {number:,}" for reason, number in sorted(reasons.items())]
+        yield f"\nOf the seeds {sum(reasons.values()):,} rows are dropped: {', '.join(shown)}."
+
+
 def _size_lines(
     size: RunSize, expected: ExpectedSize | None, features: StageStatus, store: Path
 ) -> Iterator[str]:
     """Yield lines of `plan` on conversations, tokens and disk space; warn if space is short."""
-    need = f"{size.bytes_per_position:,} bytes of states per token"
-    if not size.bytes_per_position:
+    if size.bytes_per_position is None:
+        need = "states of unknown size (the target's configuration cannot be read)"
+    elif size.bytes_per_position:
+        need = f"{size.bytes_per_position:,} bytes of states per token"
+    else:
         need = "no states to cache"
-    if size.conversations is None or size.disk_bytes is None:
+    if size.conversations is None or size.tokens is None:
         work = "An unknown number of conversations (data sets on the Hub have no limit)"
     else:
         bound = "" if size.written else "at most "
@@ -179,7 +183,8 @@ def _size_lines(
             )
         elif bound:
             work += " (a bound: every answer as long as allowed)"
-        need += f", {decimal(size.disk_bytes)}"
+        if size.disk_bytes is not None:
+            need += f", {decimal(size.disk_bytes)}"
     cached = 0
     if features.directory is not None and features.made:
         cached = sum(path.stat().st_size for path in features.directory.parquet_files())
@@ -248,33 +253,6 @@ def _worker_lines(run: ResolvedRun, unfinished: Sequence[str]) -> Iterator[str]:
         if most > placed.workers:
             line += f"; there is room for {most}: placement.{section}.workers=auto takes them"
         yield line
-
-
-def _hour_lines(
-    run: ResolvedRun, size: RunSize, store: Path, unfinished: Sequence[str], bound: str
-) -> Iterator[str]:
-    """Yield lines of `plan` on the time of unfinished stages, from the rates of finished ones."""
-    if not any(_newest_result(store, stage) for stage in TIMED_STAGES):
-        yield (
-            f"Hours are not known before a first run in {store};"
-            " docs/from-nothing-to-served.md estimates them for 1B, 8B and 70B."
-        )
-    for stage, counted in TIMED_STAGES.items():
-        newest = _newest_result(store, stage)
-        if stage not in unfinished or size.tokens is None or newest is None:
-            continue
-        summary = newest.summary
-        if not summary.get("tokens_per_second") or not summary.get("tokens"):
-            continue
-        work_per_token = summary[counted] / summary["tokens"]
-        speed = summary["tokens_per_second"] * work_per_token
-        if stage == "train":  # its rate is that of all workers
-            work = sum(recipe.total_steps * recipe.batch_tokens for recipe in size.recipes)
-            seconds = work / speed
-        else:
-            seconds = size.tokens / (speed * run.workers_of(stage))
-        measured = f"{rate(speed)} tokens/s of {newest.path.name}"
-        yield f"{stage}: {bound} {duration(seconds)}, at the {measured}."
 
 
 def _batch_lines(run: ResolvedRun, target: TargetSizes) -> Iterator[str]:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 GIB = 1 << 30
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -23,6 +30,8 @@ PACKAGES = (
     "pyarrow",
     "medusa-distill",
 )
+MEASURED_SECONDS = 0.2  # for each rate
+FEWEST_CALLS = 3
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in a submitted job's entry point
 
 
@@ -34,6 +43,42 @@ def gpu_memory() -> float | None:
     for gpu in range(torch.cuda.device_count()):
         sizes.append(torch.cuda.get_device_properties(gpu).total_memory)
     return min(sizes, default=None)
+
+
+@functools.cache
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the operations per second of large matrix products on a device of this machine."""
+    import torch
+
+    size = 4096 if device.type == "cuda" else 512
+    left = torch.ones(size, size, device=device, dtype=dtype)
+    out = torch.empty_like(left)
+    return 2 * size**3 / _fastest(device, lambda: torch.mm(left, left, out=out))
+
+
+@functools.cache
+def copy_rate(device: torch.device) -> float:
+    """Measure the bytes per second that a device of this machine reads and writes in copies."""
+    import torch
+
+    source = torch.ones(32 << 20, device=device, dtype=torch.uint8)
+    copy = torch.empty_like(source)
+    return 2 * source.numel() / _fastest(device, lambda: copy.copy_(source))
+
+
+def _fastest(device: torch.device, call: Callable[[], object]) -> float:
+    """Return the least seconds of a call on a device, of as many as `MEASURED_SECONDS` allow."""
+    import torch
+
+    seconds: list[float] = []
+    ends = perf_counter() + MEASURED_SECONDS
+    while len(seconds) < FEWEST_CALLS or perf_counter() < ends:
+        started = perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(perf_counter() - started)
+    return min(seconds)
 
 
 def physical_memory() -> int:

@@ -13,15 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from pipeline.artifacts.feature_rows import StateFormat
-from pipeline.conversations.conversation import Conversation
-from pipeline.conversations.sources import mix_sources, source_readers
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.machine import GIB, gpu_memory, machine_memory
 from pipeline.execution.placement import Resources
 from pipeline.heads.kind import Heads
 from pipeline.heads.losses import chunk_bytes_on
+from pipeline.run.kept_seeds import count_seed_rows
 from pipeline.run.resolved import ENGINE_SECTIONS, TARGET, ResolvedRun
-from pipeline.storage.receipts import StageTotals, Summary
+from pipeline.storage.receipts import Summary
 from pipeline.targets.sizes import TargetSizes, parameter_counts
 from pipeline.targets.spec import cached_numbers
 from pipeline.training.feature_batches import BATCHES_AHEAD
@@ -29,7 +28,6 @@ from pipeline.training.recipe import Recipe
 from pipeline.training.task import Learner, product_dtype
 
 TOLERANCE = 0.2  # of an estimate of memory
-ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's, if the target's is unknown
 MANY_POSITIONS = 10**8  # so many that a recipe has the largest batches
 CACHED_TOKENS = 4096  # assumed length of a text in the KV cache
 KEPT_FOR_BACKWARD = 36  # activations of a token in a Llama-like decoder layer, over D
@@ -55,15 +53,17 @@ class RunSize:
     samples: int  # answers to each training prompt
     tokens: int | None  # that the target writes; each has one cached state
     tokens_per_sample: int  # that one more sample of each training prompt adds
-    bytes_per_position: int  # 0 where no state is cached
+    bytes_per_position: int | None  # 0 where no state is cached; None if the target is unknown
     written: bool  # whether `tokens` is counted, not estimated
     positions: int  # to train on; 0 if unknown
-    recipes: tuple[Recipe, ...]  # of the training phases; empty if `positions` is 0
+    recipes: tuple[Recipe, ...]  # of the training phases; empty if unknown
 
     @property
     def disk_bytes(self) -> int | None:
-        """The estimated bytes on disk of the cached states; None if `tokens` is unknown."""
-        return None if self.tokens is None else self.tokens * self.bytes_per_position
+        """The estimated bytes on disk of the cached states; None if unknown."""
+        if self.tokens is None or self.bytes_per_position is None:
+            return None
+        return self.tokens * self.bytes_per_position
 
 
 def on_planned_gpus(run: ResolvedRun) -> ResolvedRun:
@@ -79,24 +79,21 @@ def on_planned_gpus(run: ResolvedRun) -> ResolvedRun:
 def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None) -> RunSize:
     """Estimate the size of a run: its conversations, tokens, bytes per state and optimizer steps.
 
-    If the target's configuration is not available, bfloat16 states of a 7B model's size are
-    assumed.
+    If the target's configuration is not available, bytes and steps are unknown.
 
     Args:
-        seeds, generated: The summaries of the seeds and generate stages; None if unfinished.
+        seeds: The summary of the seeds stage, or its counts before it runs; None if unknown.
+        generated: The summary of the generate stage; None if unfinished.
     """
     train, generate = run.config.train, run.config.generate
-    hidden_size, dtype = ASSUMED_HIDDEN_SIZE, torch.bfloat16
+    is_known = TARGET in run.models
+    hidden_size = run.shape.hidden_size
     longest = generate.rounds * generate.max_new_tokens
-    if TARGET in run.models:
-        hidden_size, dtype = run.shape.hidden_size, run.target.torch_dtype
+    if is_known:
         longest = min(longest, run.context)
-    rows = seeds["rows"] if seeds else _count_conversations(run)
-    share = 1 - run.config.seeds.holdout
-    if seeds:
-        share = seeds["train_rows"] / rows
-    tokens = None
-    prompts = round((rows or 0) * share)
+    rows = int(seeds["rows"]) if seeds else None
+    prompts = int(seeds.get("train_rows", 0)) if seeds else 0
+    tokens, share = None, 0.0
     samples = generate.num_samples(prompts)
     if rows:
         later_samples = prompts * (samples - 1)
@@ -104,12 +101,15 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
         share = (prompts + later_samples) / (rows + later_samples)
     if generated:
         tokens = int(generated["tokens"])
-    stored = 0
-    if "features" not in run.method.skipped_stages(train):
-        stored = StateFormat(dtype, hidden_size, run.config.features.precision).stored_bytes
+    stored: int | None = 0
+    if not is_known:
+        stored = None
+    elif "features" not in run.method.skipped_stages(train):
+        precision = run.config.features.precision
+        stored = StateFormat(run.target.torch_dtype, hidden_size, precision).stored_bytes
     positions = round((tokens or 0) * share)
     recipes = []
-    if positions:
+    if positions and is_known:
         for _, learner in run.method.phases(train):
             recipes.append(learner.expected_recipe(train, positions, hidden_size, run.kind))
     return RunSize(
@@ -122,32 +122,6 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
         positions=positions,
         recipes=tuple(recipes),
     )
-
-
-def _count_conversations(run: ResolvedRun) -> int | None:
-    """Count the conversations in local sources, and add the limits of data sets on the Hub.
-
-    The rows of local sources are read. The result is None if a data set on the Hub has no limit.
-    Raises DataError if all sources are local and too many rows are refused, as the seeds stage
-    does.
-    """
-    totals, local, on_hub = StageTotals(), [], 0
-    for reader in source_readers(run.config.seeds):
-        if reader.source.path:
-            local.append(reader)
-        elif reader.source.limit is None:
-            return None
-        else:
-            on_hub += reader.source.limit
-    for row in mix_sources(local):
-        if isinstance(row, Conversation):
-            totals.rows += 1
-        else:
-            totals.reasons[row.reason] += 1
-    if not on_hub:
-        limits = run.config.limits
-        totals.check_quarantine("seeds.sources", limits.max_quarantine_fraction, final=True)
-    return on_hub + totals.rows
 
 
 def target_sizes(run: ResolvedRun) -> TargetSizes | None:
@@ -210,7 +184,7 @@ def memory_of_stages(
     for name, learner in run.method.phases(config.train):
         phase = _training_memory(run, target, name or "train", learner, positions or MANY_POSITIONS)
         memory.append(phase)
-    heads = sum(weight.numel() for weight in _heads_to_count(run, run.shape.num_heads).parameters())
+    heads = sum(weight.numel() for weight in heads_to_count(run, run.shape.num_heads).parameters())
     for engine in config.check.engines:
         check = _decoding_memory(run, target, "check", ENGINE_SECTIONS[engine], num_texts=2)
         memory.append(replace(check, name=f"check, {engine}", heads=heads * target.itemsize))
@@ -260,13 +234,13 @@ def _decoding_memory(
     )
 
 
-def _heads_to_count(run: ResolvedRun, num_heads: int) -> Heads:
+def heads_to_count(run: ResolvedRun, num_heads: int) -> Heads:
     """Build `num_heads` heads on the meta device, to count their parameters."""
     shape = run.shape.drafting(run.config.train.draft_vocab)
     return run.kind(replace(shape, num_heads=num_heads), device=torch.device("meta"))
 
 
-def _num_trained(heads: Heads) -> int:
+def count_trained(heads: Heads) -> int:
     """Count the trainable parameters of heads."""
     return sum(weight.numel() for weight in heads.parameters() if weight.requires_grad)
 
@@ -289,8 +263,8 @@ def _training_memory(
     device = torch.device("cuda" if run.gpus_of("train") else "cpu")
     width = product_dtype(train, device).itemsize
     hidden_size = run.shape.hidden_size
-    heads = _heads_to_count(run, train.num_heads)
-    num_trained = _num_trained(heads)
+    heads = heads_to_count(run, train.num_heads)
+    num_trained = count_trained(heads)
     weights, num_adapter, num_gradients = 0.0, 0, num_trained
     if learner.tunes_backbone:
         backbone = train.backbone
@@ -333,9 +307,9 @@ def _kept_by_heads(run: ResolvedRun, num_positions: int) -> float:
     These are the activations for the backward pass, a copy of one head's lm_head, and with soft
     labels a copy of the target's. They have the dtype of matrix products.
     """
-    one_head, hidden_size = _heads_to_count(run, 1), run.shape.hidden_size
+    one_head, hidden_size = heads_to_count(run, 1), run.shape.hidden_size
     lm_heads = one_head.lm_head.numel()
-    matrices = _num_trained(one_head)
+    matrices = count_trained(one_head)
     if one_head.lm_head.requires_grad:
         matrices -= lm_heads
     if run.config.train.soft_labels:
@@ -356,7 +330,9 @@ def check_memory(run: ResolvedRun) -> None:
         return
     memory = memory_of_stages(run, target)
     if not all(stage.fits() for stage in memory):  # counting conversations takes time
-        memory = memory_of_stages(run, target, run_size(run, None, None).positions)
+        memory = memory_of_stages(
+            run, target, run_size(run, count_seed_rows(run.config), None).positions
+        )
     for stage in memory:
         if stage.stage in run.open_stages and not stage.fits():
             room = (stage.device_bytes or 0) / GIB

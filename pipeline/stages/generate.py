@@ -101,7 +101,7 @@ def check_samples(run: ResolvedRun, size: RunSize, store: Path) -> None:
     free = free_disk(store)
     excess = size.disk_bytes - free
     if excess > 0:
-        bytes_per_sample = size.tokens_per_sample * size.bytes_per_position
+        bytes_per_sample = size.disk_bytes / (size.tokens or 1) * size.tokens_per_sample
         fitting = max(1, samples - math.ceil(excess / bytes_per_sample))
         raise EnvironmentFault(
             f"The states of {samples} samples take up to {size.disk_bytes / 1e9:.1f} GB, and"

@@ -13,16 +13,9 @@ from pathlib import Path
 from textwrap import shorten
 
 from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow, most_frequent_opening
-from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import Conversation, RejectedRow, storable_json
-from pipeline.conversations.duplicates import CheckQuestions, Deduplicator
-from pipeline.conversations.sources import (
-    Row,
-    SourceReader,
-    mix_sources,
-    read_questions,
-    source_readers,
-)
+from pipeline.conversations.duplicates import CheckQuestions
+from pipeline.conversations.sources import SourceReader, read_questions, source_readers
 from pipeline.conversations.splits import (
     MIN_HELD_OUT,
     Split,
@@ -34,6 +27,7 @@ from pipeline.errors import DataError
 from pipeline.execution.progress import Meter, Progress, print_stage
 from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage, reads
+from pipeline.run.kept_seeds import check_questions, read_settings, seed_rows
 from pipeline.storage.fingerprint import fingerprint, ids_digest
 from pipeline.storage.receipts import Identity, Receipt, StageTotals, Summary
 from pipeline.storage.shards import ShardWriter
@@ -66,15 +60,8 @@ def identity(context: Context) -> Identity:
         "holdout": settings.holdout,
         "near_duplicates": settings.near_duplicates,
         "questions": _questions_identity(context, readers, rows),
-        "read_by": _read_settings(context.config.generate),
+        "read_by": read_settings(context.config.generate),
     }
-
-
-def _read_settings(generate: GenerateConfig) -> Identity:
-    """Return the settings that decide which messages of a seed the generate stage reads."""
-    if generate.mode == "replay":
-        return {"mode": generate.mode, "rounds": generate.rounds}
-    return {"mode": generate.mode}
 
 
 def _questions_identity(context: Context, readers: Sequence[SourceReader], rows: Identity) -> str:
@@ -84,9 +71,10 @@ def _questions_identity(context: Context, readers: Sequence[SourceReader], rows:
     if a question is added that no row contains. If any source is on the Hub, no source is read, and
     the sha256 of the file of questions is returned.
     """
-    questions = _check_questions(context)
+    questions = check_questions(context.config)
     if questions is None:
         return ids_digest(())
+    check_files(context.resolved)
     content = context.digests.of(questions)
     if any(reader.source.hub for reader in readers):
         return content
@@ -121,7 +109,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     readers = source_readers(settings)
     totals = StageTotals()
     with Meter(context.console, NAME) as meter:
-        rows = split_rows(_seed_rows(context, readers), settings.holdout)
+        rows = split_rows(seed_rows(context.config, readers), settings.holdout)
         for index, chunk in enumerate(batch_into_shards(rows, settings.rows_per_shard)):
             receipt = _write_shard(stage, index, chunk)
             totals.add(receipt)
@@ -164,40 +152,6 @@ def _print_skipped_files(context: Context, summary: Summary) -> None:
             shown = [f"{file['name']} ({file['why']})" for file in skipped[:MOST_SHOWN]]
             line = f"skipped {len(skipped)} files: {', '.join(shown)}"
             print_stage(context.console, "[yellow]![/]", NAME, line)
-
-
-def _seed_rows(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
-    """Yield the rows of all sources; rejected rows are yielded as `RejectedRow`.
-
-    Unusable rows, duplicates, and rows with a question of the check are rejected.
-    """
-    settings, questions = context.config.seeds, _check_questions(context)
-    decontamination = CheckQuestions(read_questions(questions) if questions else ())
-    deduplicator = Deduplicator(
-        **_read_settings(context.config.generate),
-        near=settings.near_duplicates,
-    )
-
-    def filtered(row: Row) -> Row:
-        for each in (decontamination, deduplicator):
-            if isinstance(row, Conversation):
-                row = each.check(row)
-        return row
-
-    return mix_sources(readers, filtered)
-
-
-def _check_questions(context: Context) -> Path | None:
-    """Return the file of questions for decontamination; None if there is nothing to exclude.
-
-    Raises:
-        ConfigError: `check.prompts` or `calibrate.data` names a file that does not exist.
-    """
-    prompts = context.config.check.prompts
-    if not context.config.seeds.decontaminate or not isinstance(prompts, Path):
-        return None
-    check_files(context.resolved)
-    return prompts
 
 
 def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> Receipt:

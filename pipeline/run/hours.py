@@ -1,0 +1,281 @@
+"""Estimate the time of each stage by arithmetic, before it runs.
+
+A stage's seconds are its operations and bytes over the rates that its device reaches, plus fixed
+seconds for starting workers and engines and for each step. The estimate is meant to be right within
+a factor of two. It leaves out downloads, reading weights from disk, studies, and writing shards,
+which overlaps the computation.
+
+    operations = 2 per token and parameter of the layers (forward)
+               + 6 per trained and 4 per frozen parameter, position and head (training)
+    bytes      = weights, keys and values in each decoding step; 40 per trained parameter and step
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.evaluation.batch_limits import GpuFigures, gpu_figures, sequences_in_memory
+from pipeline.evaluation.native import NUM_WARM_UPS
+from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS
+from pipeline.evaluation.served_figures import NUM_IN_TURN
+from pipeline.execution.machine import copy_rate, gpu_memory, product_rate
+from pipeline.run.estimate import (
+    RunSize,
+    count_trained,
+    heads_to_count,
+    planned_gpu_memory,
+)
+from pipeline.run.resolved import ENGINE_SECTIONS, ResolvedRun
+from pipeline.targets.sizes import TargetSizes
+from pipeline.targets.spec import cached_numbers
+from pipeline.training.recipe import Recipe
+from pipeline.training.task import Learner
+
+# Shares of rates that stages reach. On an H100 (benchmarks/results/gpu.json) the features stage
+# reached 0.55 and training 0.53 of large products' 741 TFLOP/s, which are 0.75 of the data sheet's,
+# and a plain step read 14.5 GB in 8.9 ms, 0.49 of the data sheet's bandwidth.
+OF_PRODUCTS = 0.54
+OF_COPIES = 0.54  # which reach nine tenths of the data sheet's
+OF_PEAK = 0.40
+OF_PEAK_BANDWIDTH = 0.49
+
+PROMPT_SHARE = 0.3  # tokens of prompts per token that the target writes: UltraChat's
+REQUESTS = 256  # that vLLM answers at once
+ENGINE_MEMORY = 0.92  # of a GPU's memory, which vLLM takes
+OPTIMIZER_BYTES = 40  # per trained parameter: read and write weight, gradient and two moments
+TIMED_SIZES = 16  # trees and chains that calibrate times
+
+
+@dataclass(frozen=True)
+class FixedSeconds:
+    """Seconds of a stage that do not depend on the sizes of target and heads."""
+
+    worker: float = 4.7  # starts, imports torch and transformers, and loads the target
+    trainer: float = 14.0  # Ray Train starts, evaluates and writes
+    engine: float = 14.0  # vLLM starts
+    engine_step: float = 0.0  # of vLLM
+    engine_request: float = 0.0  # of each request in a step of vLLM
+    step: float = 0.0  # of native decoding
+
+
+ON_GPU = FixedSeconds()
+"""Steps have none: the share of the bandwidth was measured with them. Starts are those of a CPU."""
+ON_CPU = FixedSeconds(engine_step=3.6e-3, engine_request=0.13e-3, step=1e-3)
+"""Two cores: the README's demo (docs/images/demo.txt) and benchmarks/results/serving.json.
+
+The features stage took 5.6 s for 0.9 s of work, training 22 for 7.8 and generate 18 for 4.3. vLLM
+wrote 269 tokens/s alone and 7,656 of many requests at once; a native step took 1.2 ms.
+"""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates that stages reach on one device, per second."""
+
+    operations: float
+    num_bytes: float
+    fixed: FixedSeconds
+    memory: float | None = None  # bytes of a GPU
+
+    @classmethod
+    def measured(cls, device: torch.device, dtype: torch.dtype) -> Rates:
+        """Return the rates that a device of this machine reaches, measured in half a second."""
+        operations, num_bytes = product_rate(device, dtype), copy_rate(device)
+        if device.type == "cuda":
+            return cls(OF_PRODUCTS * operations, OF_COPIES * num_bytes, ON_GPU, gpu_memory())
+        return cls(OF_PRODUCTS * operations, num_bytes, ON_CPU)
+
+    @classmethod
+    def of_gpu(cls, gpu: GpuFigures, memory: float | None) -> Rates:
+        """Return the rates that a GPU reaches, by its peak figures and its memory in bytes."""
+        operations = OF_PEAK * gpu.tflops * 1e12
+        return cls(operations, OF_PEAK_BANDWIDTH * gpu.bandwidth_gbs * 1e9, ON_GPU, memory)
+
+    def times(self, devices: int) -> Rates:
+        """Return the rates of several such devices together."""
+        memory = None if self.memory is None else devices * self.memory
+        return Rates(devices * self.operations, devices * self.num_bytes, self.fixed, memory)
+
+
+@dataclass(frozen=True)
+class Hours:
+    """Arithmetic of the time of each stage of a run, in seconds.
+
+    Attributes:
+        size: The run's size; its number of tokens is known.
+        rates: The rates of each section of `placement`, of all its workers together.
+    """
+
+    run: ResolvedRun
+    size: RunSize
+    target: TargetSizes
+    rates: Mapping[str, Rates]
+
+    def stages(self) -> dict[str, float]:
+        """Return the seconds of each stage that takes more than an instant, by its name."""
+        method, holdout = self.run.method, self.run.config.seeds.holdout
+        found = {"generate": self.generating()}
+        if "features" not in method.skipped_stages(self.run.config.train):
+            found["features"] = self.caching()
+        found["train"] = self.training()
+        if method.tunes_backbone:
+            found["tuned-features"] = self.caching(holdout)
+        found["calibrate"] = self.calibrating()
+        found["check"] = self.checking()
+        return found
+
+    @property
+    def written(self) -> int:
+        """The number of tokens that the target writes."""
+        return self.size.tokens or 0
+
+    def generating(self) -> float:
+        """Return the seconds of generate: starts, decoding steps, and the forward of prompts.
+
+        As many requests are answered at once as memory holds, at most `REQUESTS`. On average half
+        of a text is cached. In passthrough mode nothing is decoded.
+        """
+        if self.run.config.generate.mode == "passthrough":
+            return 0.0
+        rates = self.rates["generate"]
+        per_text = self.written / max(1, self.size.conversations or 1) / self.size.samples
+        cached = cached_numbers(self.run.target_config) * self.target.itemsize
+        text_bytes = max(1.0, cached * per_text * (1 + PROMPT_SHARE))
+        weights = self.target.weight_bytes()
+        requests = min(REQUESTS, max(1, (self.size.conversations or 1) * self.size.samples))
+        if rates.memory is not None:
+            held = sequences_in_memory(ENGINE_MEMORY * rates.memory, weights, text_bytes)
+            requests = max(1, min(requests, held))
+        step = max(
+            (weights + requests * text_bytes / 2) / rates.num_bytes,
+            2 * self.target.parameters * requests / rates.operations,
+        )
+        step += rates.fixed.engine_step + requests * rates.fixed.engine_request
+        prompts = 2 * self.target.linear * PROMPT_SHARE * self.written / rates.operations
+        return rates.fixed.engine + self.written / requests * step + prompts
+
+    def caching(self, share: float = 1.0) -> float:
+        """Return the seconds of features: a forward of the layers over a share of all tokens."""
+        rates = self.rates["features"]
+        tokens = share * self.written * (1 + PROMPT_SHARE)
+        return rates.fixed.worker + 2 * self.target.linear * tokens / rates.operations
+
+    def training(self) -> float:
+        """Return the seconds of all training phases."""
+        seconds = 0.0
+        phases = self.run.method.phases(self.run.config.train)
+        for recipe, (_, learner) in zip(self.size.recipes, phases, strict=False):
+            seconds += self.rates["train"].fixed.trainer + self._steps(recipe, learner)
+        return seconds
+
+    def _steps(self, recipe: Recipe, learner: type[Learner]) -> float:
+        """Return the seconds of the optimizer steps of a training phase."""
+        train, rates = self.run.config.train, self.rates["train"]
+        positions = recipe.epochs * self.size.positions
+        trained = count_trained(heads_to_count(self.run, train.num_heads))
+        operations = positions * self.head_operations()
+        if learner.tunes_backbone:
+            trained += train.backbone.lora_rank * self.target.adapted
+            tokens = positions * (1 + PROMPT_SHARE)
+            passes = 3 + train.backbone.gradient_checkpointing  # forward, backward, the original
+            operations += 2 * passes * self.target.linear * tokens
+            operations += 6 * self.run.shape.vocab_size * self.run.shape.hidden_size * positions
+        updated = recipe.total_steps * OPTIMIZER_BYTES * trained
+        return operations / rates.operations + updated / rates.num_bytes
+
+    def head_operations(self) -> float:
+        """Return the operations of training per position: each product forward and twice backward.
+
+        A frozen lm_head has no gradient: one product less. Soft labels need the target's logits.
+        """
+        train = self.run.config.train
+        one_head = heads_to_count(self.run, 1)
+        lm_head, matrices = one_head.lm_head.numel(), count_trained(one_head)
+        of_lm_head = 4
+        if one_head.lm_head.requires_grad:
+            matrices -= lm_head
+            of_lm_head = 6
+        operations = train.num_heads * (6 * matrices + of_lm_head * lm_head)
+        if train.soft_labels:
+            operations += 2 * lm_head
+        return float(operations)
+
+    def calibrating(self) -> float:
+        """Return the seconds of calibrate: guesses on held-out rows, and timed trees."""
+        rates = self.rates["train"]
+        held_out = self.written * self.run.config.seeds.holdout / 2
+        seconds = rates.fixed.worker + held_out * self.head_operations() / 3 / rates.operations
+        if self.run.times_trees:
+            steps = TIMED_SIZES * NUM_PROMPTS * NUM_STEPS
+            seconds += rates.fixed.worker + steps * 2 * self.plain_step("features")
+        return seconds
+
+    def plain_step(self, section: str) -> float:
+        """Return the seconds in which the target decodes one token of one text."""
+        rates = self.rates[section]
+        return self.target.weight_bytes() / rates.num_bytes + rates.fixed.step
+
+    def checking(self) -> float:
+        """Return the seconds of the check, if every step keeps one token.
+
+        Natively the prompts are decoded one by one. A pass in vLLM decodes all of them at once, and
+        then up to `NUM_IN_TURN` one by one. vLLM starts once per method, and once more for plain
+        decoding.
+        """
+        check, seconds = self.run.config.check, 0.0
+        prompts = check.prompts if isinstance(check.prompts, int) else 80
+        for engine in check.engines:
+            section = ENGINE_SECTIONS[engine]
+            rates, step = self.rates[section], self.plain_step(section)
+            if engine == "native":
+                warm_ups = 2 * min(prompts, NUM_WARM_UPS)
+                if rates.memory is not None:  # so that every CUDA graph is captured
+                    warm_ups = 2 * prompts
+                methods = 2 + len(check.baselines)
+                answers = methods * (check.repeats * prompts + warm_ups)
+                seconds += rates.fixed.worker
+            else:
+                methods = 3 + len(check.engine_baselines) + len(check.draft_tokens)
+                passes = (methods - 1) * check.repeats + 1
+                answers = passes * (1 + min(prompts, NUM_IN_TURN))
+                step += rates.fixed.engine_step
+                seconds += methods * rates.fixed.engine
+            seconds += answers * check.max_new_tokens * step
+        return seconds
+
+
+def rates_of_sections(run: ResolvedRun, target: TargetSizes) -> dict[str, Rates] | None:
+    """Return the rates of the workers of each section of `placement`, all together.
+
+    A GPU's are those of its peak figures, else measured. A CPU's are measured, and its workers
+    share them. The result is None if the devices are not here and their figures are not given.
+    """
+    found = {}
+    for section in run.config.placement.of_stages():
+        num_gpus = run.gpus_of(section)
+        rates = _rates_of_device(run, target, on_gpu=num_gpus > 0)
+        if rates is None:
+            return None
+        if num_gpus:
+            rates = rates.times(run.workers_of(section) * num_gpus)
+        found[section] = rates
+    return found
+
+
+def _rates_of_device(run: ResolvedRun, target: TargetSizes, *, on_gpu: bool) -> Rates | None:
+    """Return the rates of one GPU, or of this machine's CPU; None if they are not known."""
+    placement, is_elsewhere = run.config.placement, bool(os.environ.get("RAY_ADDRESS"))
+    is_here = on_gpu and placement.gpu_memory_gb is None and torch.cuda.is_available()
+    if not on_gpu:
+        return None if is_elsewhere else Rates.measured(torch.device("cpu"), torch.float32)
+    name = torch.cuda.get_device_name() if is_here else None
+    gpu = gpu_figures(placement, name, target)
+    if gpu is not None:
+        return Rates.of_gpu(gpu, planned_gpu_memory(run))
+    if is_here and not is_elsewhere:
+        return Rates.measured(torch.device("cuda"), run.target.torch_dtype)
+    return None
