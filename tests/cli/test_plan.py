@@ -24,6 +24,8 @@ from tests.flows.tiny import STAGES, changed_at, stored
 from tests.forks import in_a_fork
 from tests.models.published import write
 
+AUTO_DRAFTS = "calibrate.draft_tokens=auto"
+
 
 @pytest.fixture(autouse=True)
 def own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +80,7 @@ def test_plan_counts_steps_and_warns_of_too_few(command, config_file, copied_run
     out = command("plan", config_file, "train.batch_tokens=1").out
     assert re.search(r"Training: about \d+ steps: 1 epoch of", out) and "Too few" not in out
     shutil.rmtree(copied_run.latest("generate").path)
-    few = ("train.batch_tokens=100", "train.epochs=3", "train.num_heads=2")
+    few = ("train.batch_tokens=100", "train.epochs=3", "train.num_heads=2", AUTO_DRAFTS)
     out = command("plan", config_file, "generate.max_new_tokens=15", *few).out
     assert "Training: at most 24 steps: 3 epochs of 8 steps, 100 positions each" in out
     assert "Too few optimizer steps (24)" in out and "train.epochs" in out
@@ -99,7 +101,8 @@ def test_plan_expects_conversations_as_long_as_earlier_ones(command, config_file
     assert f"at most 7,680 tokens and {expected}" in out
     steps = 2 * math.ceil(24 * average / 100)
     assert f"Training: about {steps} steps: 2 epochs of {steps // 2} steps, 100 pos" in out
-    out = command("plan", config_file, "generate.max_new_tokens=2", "train.num_heads=1").out
+    words = ("generate.max_new_tokens=2", "train.num_heads=1", AUTO_DRAFTS)
+    out = command("plan", config_file, *words).out
     assert "at most 160 tokens and about 160 expected (4 each" in out
     out = command("plan", config_file, *words, "run.name=next").out
     assert "(a bound: every answer as long as allowed)" in out and "expected" not in out
@@ -187,7 +190,7 @@ def test_plan_without_weights_prints_gib_and_refuses_misfits(command, config_fil
     )
     ended = command("plan", config_file, *words, "train.batch_tokens=auto")
     assert ended.code == 0, "87 of 80 GiB are within 20 %"
-    assert "2 checkpoint(s) of 67.1 GB" in ended.out, (
+    assert "2 checkpoints of 67.1 GB" in ended.out, (
         "12 bytes for each of 5 x 8,192 x 136,449 numbers"
     )
     assert f"{40 * 32:,} tokens" in ended.out and "16,384 bytes" in ended.out
@@ -212,7 +215,8 @@ def test_plan_states_which_batches_pay_on_planned_gpus(command, config_file, tmp
     weights leave 188.6 of 320 GiB.
     """
     large = write("meta-llama/Llama-3.1-70B-Instruct", tmp_path / "large")
-    words = [f"target.model={large}", "placement.gpu_memory_gb=80", "train.num_heads=5"]
+    words = [f"target.model={large}", "placement.gpu_memory_gb=80"]
+    words += ["train.num_heads=5", AUTO_DRAFTS]
     words += [f"placement.{stage}.gpus_per_worker=4" for stage in ("generate", "features")]
     peaks = ("placement.gpu_tflops=989.5", "placement.gpu_bandwidth_gbs=3350")
     out = command("plan", config_file, *words, *peaks).out
