@@ -38,7 +38,10 @@ class LogitAnswer:
 
 
 def read_logits(llm: LLM, requests: Sequence[LogitRequest]) -> list[LogitAnswer]:
-    """Run requests at once in an engine that was started with `LOGITS`."""
+    """Run requests at once in an engine that was started with `LOGITS`.
+
+    All of them must set `num_top`, or all `token_ids`: vLLM 0.32 loses logits of mixed batches.
+    """
     from vllm import SamplingParams
 
     prompts = []

@@ -62,7 +62,7 @@ def test_logits_are_those_of_the_transformers_model(random_target, prompts):
     asked = [LogitRequest(prompts[0], num_tokens=3, num_top=4)]
     asked.append(LogitRequest(prompts[1], token_ids=[7, 8]))
     try:
-        found = read_logits(engine._running.llm, asked)
+        found = [read_logits(engine._running.llm, [request])[0] for request in asked]
     finally:
         engine.close()
     model = load_causal_lm(random_target, "cpu", 1)
