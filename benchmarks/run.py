@@ -32,7 +32,6 @@ BENCHMARKS = {
         "families of models, kept or refused: `python -m benchmarks.run architectures`, 10 minutes"
     ),
     "medusa2": "a step of heads and backbone",
-    "decoding": "what a step with a tree costs",
     NEEDS_GPU: "features, training and decoding of a Mistral-7B-shaped target: needs a GPU",
     "ladder": (
         "recipes compared on one target: `python -m benchmarks.run ladder`, after `make demo`"

@@ -14,10 +14,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from pipeline.api.models import load_export
 from pipeline.cli.app import app
 from pipeline.conversations.conversation import Message
-from pipeline.errors import CheckFailed, DataError, EnvironmentFault
+from pipeline.errors import DataError, EnvironmentFault
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.layout import read_layout
 from pipeline.flow import push_run, statuses_of
@@ -130,24 +129,6 @@ def test_calibration_looks_at_held_out_rows_through_the_tuned_backbone(joint_run
         np.testing.assert_allclose(hidden_ND, expected_TD[row["positions"]], atol=2e-4)
 
 
-def test_another_tree_is_searched_on_the_same_states(run, again, monkeypatch):
-    states = latest(run, "tuned-features")
-    with monkeypatch.context() as patched:
-        patched.setattr("pipeline.stages.features.Worker", None)
-        changed = again(until="calibrate", **JOINT, calibrate__nodes=4)
-    assert (
-        stages_run(changed) == ["calibrate"]
-        and latest(run, "calibrate").summary["tree"]["nodes"] == 4
-    )
-    assert latest(run, "tuned-features").path == states.path and states.verify() == []
-
-    shard = states.shard_path(0)
-    shard.write_bytes(bytes(reversed(shard.read_bytes())))
-    assert states.verify()
-    again(until="calibrate", **JOINT, calibrate__nodes=4)
-    assert stages_run(run) == ["tuned-features"] and states.verify() == []
-
-
 @torch.inference_mode()
 def greedy(directory: Path, prompt: list[int], num_tokens: int) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(directory)
@@ -234,26 +215,6 @@ def test_original_and_tuned_target_answer_a_file_of_questions(
     assert turns["plain"] == turns["medusa"] != turns["original"]
     (matched,) = check.summary["exact_match"]
     assert matched.keys() == {"category", "answers", "plain", "medusa", "original"}
-
-
-def test_a_drift_beyond_the_limit_fails_without_new_work(run, again):
-    kl = latest(run, "check").summary["drift"]["kl"]
-    again(**JOINT | {"train__backbone__max_kl": 1.1 * kl})
-    assert stages_run(run) == []
-    with pytest.raises(CheckFailed, match=r"nats from the target, above train\.backbone\.max_kl"):
-        again(**JOINT | {"train__backbone__max_kl": 0.9 * kl})
-    assert stages_run(run) == []
-
-
-def test_a_moved_run_uses_its_own_backbone_without_work(joint_run, make_config, tmp_path):
-    shutil.copytree(joint_run.path, tmp_path / "second" / "run", symlinks=True)
-    run = run_again(make_config(tmp_path / "second", **JOINT))
-    assert stages_run(run) == [] and run.path.is_relative_to(tmp_path / "second")
-    export = latest(run, "export").path
-    model = load_export(export, gpus=0).target.model
-    assert model.config.name_or_path == str(export / "backbone")
-    rechecked = run_again(make_config(tmp_path / "second", **JOINT), fresh="check")
-    assert latest(rechecked, "check").summary["passed"]
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,12 @@ import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import mode
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from pipeline.config import Config, TargetConfig
-from pipeline.config.outcome import StockTree
 from pipeline.config.reference import key_rows
 from pipeline.config.running import PlainData
 from pipeline.errors import ConfigError
@@ -257,8 +256,6 @@ def _resolved(key: tuple[str, ...], value: Any, base: Path) -> Any:
         if isinstance(sources, list):
             return [_resolved_source(source, base) for source in sources]
     if not isinstance(value, str):
-        return value
-    if key == ("calibrate", "choices") and value in get_args(StockTree):
         return value
     if key in PATH_KEYS or (key in PATH_OR_NAME_KEYS and _is_path(value, base)):
         value = _absolute(value, base)

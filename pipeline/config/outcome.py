@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from pipeline.config.running import Section
 
 FormatName = Literal["expanded", "shared", "reference"]
-BaselineName = Literal["generate", "prompt-lookup", "assistant", "retrieval", "lookahead"]
+BaselineName = Literal["generate", "prompt-lookup", "assistant", "retrieval"]
 EngineBaseline = Literal["ngram", "draft-model", "suffix"]
 StudyName = Literal["trees", "typical", "heads", "load"]
 
@@ -26,12 +26,6 @@ class LatencyLimits(Section):
     tpot_ms: float | None = Field(
         None, description="Limit of the time per further token, in milliseconds.", gt=0
     )
-
-
-StockTree = Literal[
-    "mc-sim-7b-63", "vicuna-7b-stage1", "vicuna-7b-stage1-ablation", "vicuna-7b-stage2", "vicuna-13b-stage1",  # noqa: E501
-    "vicuna-13b-stage2", "vicuna-33b-stage1", "vicuna-33b-stage2", "zephyr-stage2",
-]  # fmt: skip
 
 
 def _are_paths(value: Any) -> bool:
@@ -75,12 +69,11 @@ class CalibrateConfig(Section):
             " nodes per depth."
         ),
     )
-    choices: tuple[tuple[int, ...], ...] | StockTree | Path | None = Field(
+    choices: tuple[tuple[int, ...], ...] | Path | None = Field(
         None,
         description=(
-            "Tree to use instead of a searched one: a list of paths such as [[0], [0, 0], [1]], a"
-            " JSON file with such a list, or the name of one of the Medusa authors' trees, such as"
-            " vicuna-7b-stage2."
+            "Tree to use instead of a searched one: a list of paths such as [[0], [0, 0], [1]], or"
+            " a JSON file with such a list."
         ),
     )
     data: Path | None = Field(
@@ -112,11 +105,9 @@ class CalibrateConfig(Section):
     @field_validator("choices", mode="before")
     @classmethod
     def is_a_tree(cls, value: Any) -> Any:
-        """Refuse `calibrate.choices` other than tree paths, a file, a tree's name or None."""
+        """Refuse `calibrate.choices` other than tree paths, a file or None."""
         if not isinstance(value, str | Path | None) and not _are_paths(value):
-            raise ValueError(
-                "give a list of paths such as [[0], [0, 0], [1]], a file with one, or a tree's name"
-            )
+            raise ValueError("give a list of paths such as [[0], [0, 0], [1]], or a file with one")
         return value
 
 
@@ -195,8 +186,7 @@ class CheckConfig(Section):
         description=(
             "Methods to compare the heads with: transformers' plain generate, its prompt lookup,"
             " and its assisted generation with a smaller model; retrieval: trees of what followed"
-            " the same tokens in the run's training text; lookahead: n-grams that the target itself"
-            " guesses ahead."
+            " the same tokens in the run's training text."
         ),
     )
     engine_baselines: tuple[EngineBaseline, ...] = Field(

@@ -1,16 +1,14 @@
 """Decoding with candidate trees that are drafted from text, without heads.
 
 In each step a drafter proposes one tree from the tokens so far, and the target verifies it as it
-verifies the trees of heads (see decoder.py). A tree depends on the tokens so far and on the
-target's most probable tokens after guesses, never on the sampling noise of later tokens. So every
-acceptance rule keeps what it keeps with heads: greedy acceptance the text of greedy decoding,
-rejection sampling the target's distribution.
+verifies the trees of heads (see decoder.py). A tree depends on the tokens so far, never on the
+sampling noise of later tokens. So every acceptance rule keeps what it keeps with heads: greedy
+acceptance the text of greedy decoding, rejection sampling the target's distribution.
 
 Limits: one text at a time, and no CUDA graphs, because a drafter runs on the host and its trees
 differ in size.
 
-Letters: B texts (here 1), N rows (the root and the nodes), T positions of a path, D hidden size,
-V vocabulary.
+Letters: B texts (here 1), N rows (the root and the nodes).
 """
 
 from __future__ import annotations
@@ -42,13 +40,11 @@ class Draft:
         tokens: The guessed tokens; guess i is row i + 1, because row 0 is the root.
         parents: The parent's row of each row; the root's is itself.
         depths: The depth of each row; the root's is 0.
-        observed: The rows whose predictions the drafter reads (`Drafter.predicted`).
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=lambda: [0])
     depths: list[int] = field(default_factory=lambda: [0])
-    observed: list[int] = field(default_factory=list)
 
     def add(self, token: int, parent: int) -> int:
         """Add a guess below the row `parent`, and return its row."""
@@ -71,14 +67,12 @@ class Drafter(ABC):
         num_nodes: The maximum number of guesses in a tree.
         max_depth: The maximum depth of a tree.
         text: The prompt and the tokens decoded so far; the last one is the root of the next tree.
-        predicted: The target's most probable token after each row `observed` of the last draft.
     """
 
     def __init__(self, num_nodes: int, max_depth: int):
         self.num_nodes = num_nodes
         self.max_depth = max_depth
         self.text: list[int] = []
-        self.predicted: list[int] = []
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """Begin another text with its prompt."""
@@ -101,7 +95,6 @@ class DraftedSteps(TreeSteps):
         super().__init__(root, None, masks, cache, max_length)
         self._root = root
         self._drafter = drafter
-        self._observed: list[int] = []
 
     def begin_decoding(self, state: BatchState) -> None:
         """Set the decoding state after the prefill, and pass its token to the drafter."""
@@ -111,26 +104,11 @@ class DraftedSteps(TreeSteps):
     def propose_trees(self) -> tuple[TreeRows, Tensor]:
         """Return the drafted candidate tree, and the tokens [1, N] of its rows."""
         draft = self._drafter.draft()
-        self._observed = draft.observed
         token_11 = self.state.token_B[:, None]
         if not draft.tokens:
             return self._root, token_11
         guesses_1N = torch.tensor([draft.tokens], device=token_11.device)
         return draft.rows(token_11.device), torch.cat((token_11, guesses_1N), 1)
-
-    def accept_paths(
-        self,
-        hidden_BND: Tensor,
-        logits_BNV: Tensor,
-        tokens_BN: Tensor,
-        tree: TreeRows,
-        rule: AcceptanceRule,
-        noise_BTV: Tensor | None,
-    ) -> tuple[BatchState, Tensor]:
-        """Accept one path as `TreeSteps` does, and pass the observed predictions to the drafter."""
-        if self._observed:
-            self._drafter.predicted = logits_BNV[0, self._observed].argmax(-1).tolist()
-        return super().accept_paths(hidden_BND, logits_BNV, tokens_BN, tree, rule, noise_BTV)
 
     def read_tokens(self, found: Tensor) -> list[list[int]]:
         """Return the tokens that the decoding step adds, and pass them to the drafter."""

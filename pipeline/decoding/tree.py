@@ -29,51 +29,18 @@ TreePath = tuple[int, ...]
 Choices = Iterable[Sequence[int]]  # the paths of a tree, without the root
 
 STOCK_TREE = "mc-sim-7b-63"  # searched for Vicuna-7B; the authors' default
-STOCK_NODES = 63  # of each stock tree, without the root
+STOCK_NODES = 63  # without the root
 
-# Stock trees as numbers of children (ranks 0, 1, 2, …): first of the root, then of each path of
+# The stock tree as numbers of children (ranks 0, 1, 2, …): first of the root, then of each path of
 # depth 1 in order, and so on. Paths after the last number have no children.
-CHILDREN: dict[str, tuple[str, ...]] = {
-    "mc-sim-7b-63": ("10", "10 7 3 2 1 1 1 1 1 1", "10 3 2 1 1 1 1 1 0 0 2 0 0 0 0 0 0 1", "2"),
-    "vicuna-7b-stage1": ("10", "10 7 4 3 2 2 1 1 1 1", "9 3 2 1 1 1 0 0 0 0 2 0 0 0 0 0 0 1", "1"),
-    "vicuna-7b-stage1-ablation": (
-        "10",
-        "10 4 2 2 1 1 1",
-        "10 4 2 1 1 1 0 0 0 0 3 1 0 0 1 0 1",
-        "4 1 1 0 0 0 0 0 0 0 1",
-    ),
-    "vicuna-7b-stage2": (
-        "10",
-        "10 5 2 2 1 1 1 1",
-        "9 4 2 1 1 1 0 0 0 0 3 1 0 0 0 1",
-        "4 1 1 0 0 0 0 0 0 1",
-    ),
-    "vicuna-13b-stage1": ("10", "10 7 4 2 2 1 1 1 1", "10 4 2 1 1 1 0 0 0 0 2 1 0 0 0 0 0 1", "1"),
-    "vicuna-13b-stage2": (
-        "10",
-        "10 4 2 1 1 1",
-        "10 4 2 1 1 1 0 0 0 0 3 1 0 0 1 0 1",
-        "4 2 1 0 0 0 0 0 0 0 1 0 0 0 0 0 0 0 0 1",
-    ),
-    "vicuna-33b-stage1": ("10", "10 8 5 3 2 2 1 1 1 1", "9 3 2 1 1 0 0 0 0 0 2 0 0 0 0 0 0 0 1"),
-    "vicuna-33b-stage2": (
-        "10",
-        "10 5 3 2 1 1 1 1",
-        "10 4 2 1 1 1 0 0 0 0 3 1 0 0 0 1",
-        "3 1 0 0 0 0 0 0 0 0 1",
-    ),
-    "zephyr-stage2": ("10", "10 6 4 2 2 1 1 1", "10 4 2 1 1 1 0 0 0 0 2 1 0 0 0 0 1", "2 1"),
-}
+CHILDREN = ("10", "10 7 3 2 1 1 1 1 1 1", "10 3 2 1 1 1 1 1 0 0 2 0 0 0 0 0 0 1", "2")
 
 
-def stock_tree(max_depth: int, name: str = STOCK_TREE) -> tuple[TreePath, ...]:
-    """Return the paths of a stock candidate tree up to `max_depth`, shallow paths first.
-
-    Raises KeyError for an unknown name.
-    """
+def stock_tree(max_depth: int) -> tuple[TreePath, ...]:
+    """Return the paths of the stock candidate tree up to `max_depth`, shallow paths first."""
     level: list[TreePath] = [()]
     paths = []
-    for numbers in CHILDREN[name][:max_depth]:
+    for numbers in CHILDREN[:max_depth]:
         below: list[TreePath] = []
         for path, count in zip(level, numbers.split(), strict=False):
             below += [(*path, rank) for rank in range(int(count))]

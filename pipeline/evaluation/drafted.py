@@ -1,7 +1,7 @@
-"""Baselines that draft without heads, in native decoding: retrieval and lookahead.
+"""The baseline `retrieval`, which drafts without heads in native decoding.
 
-They decode greedily with the decoder that verifies the heads' trees. The trees of retrieval have at
-most as many nodes as the heads' tree; those of lookahead have the size of its window and n-grams.
+It decodes greedily with the decoder that verifies the heads' trees. Its trees have at most as many
+nodes as the heads' tree.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pipeline.artifacts.seen_answers import TrainingText
 from pipeline.config import BaselineName, CheckConfig
 from pipeline.decoding.acceptance import greedy_acceptance
 from pipeline.decoding.drafting import DraftDecoder
-from pipeline.decoding.lookahead import Lookahead
 from pipeline.decoding.retrieval import Datastore, Retrieval
 from pipeline.errors import ConfigError
 from pipeline.evaluation.speed import Decode, decode_by
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RETRIEVAL: BaselineName = "retrieval"
-LOOKAHEAD: BaselineName = "lookahead"
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def require_training_text(settings: CheckConfig, trained: TrainingText | None) -
             "The baseline retrieval reads a run's training text, and these heads are checked"
             " without a run.",
             "check.baselines",
-            "Use generate, prompt-lookup, assistant or lookahead, or check the heads in a run.",
+            "Use generate, prompt-lookup or assistant, or check the heads in a run.",
         )
 
 
@@ -87,18 +85,3 @@ def retrieval_baseline(
     decoder = DraftDecoder(model, drafter, eos_token_ids=eos_token_ids, max_length=max_length)
     decode = decode_by(decoder, greedy_acceptance, num_tokens)
     return RetrievalBaseline(decode, drafter, figures)
-
-
-def lookahead_baseline(
-    model: PreTrainedModel,
-    *,
-    num_tokens: int,
-    eos_token_ids: Collection[int],
-    max_length: int,
-) -> Decode:
-    """Return the greedy decoding method of the baseline `lookahead`.
-
-    The arguments are those of `retrieval_baseline`.
-    """
-    decoder = DraftDecoder(model, Lookahead(), eos_token_ids=eos_token_ids, max_length=max_length)
-    return decode_by(decoder, greedy_acceptance, num_tokens)

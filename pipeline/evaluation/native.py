@@ -30,10 +30,8 @@ from pipeline.evaluation.answers import (
     samples,
 )
 from pipeline.evaluation.drafted import (
-    LOOKAHEAD,
     RETRIEVAL,
     RetrievalBaseline,
-    lookahead_baseline,
     require_training_text,
     retrieval_baseline,
 )
@@ -150,10 +148,6 @@ def check_native(
                 max_length=room,
             )
             baselines[name] = retrieval.decode
-        elif name == LOOKAHEAD:
-            baselines[name] = lookahead_baseline(
-                model, num_tokens=settings.max_new_tokens, eos_token_ids=eos, max_length=room
-            )
         else:
             baselines[name] = baseline(name, model, eos, settings.max_new_tokens, request.assistant)
     endless = plain_decoder(model, eos_token_ids=(), max_length=room)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pipeline.artifacts.tree_file import read_paths
 from pipeline.config import Config, PlacementOf, TargetConfig
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.tree import CHILDREN, TreePath, check_choices, stock_tree
+from pipeline.decoding.tree import TreePath, check_choices
 from pipeline.errors import ConfigError, DataError, MedusaDistillError
 from pipeline.execution.executor import InlineExecutor
 from pipeline.execution.placement import Placement, Resources, gpus_of, place, workers_of
@@ -181,24 +181,20 @@ class ResolvedRun:
     def choices(self) -> tuple[TreePath, ...] | None:
         """The validated paths in `calibrate.choices`; None if it is not set.
 
-        A named tree that is deeper than the heads can propose is cut.
-
         Raises:
             ConfigError: The paths are not a tree, or their file cannot be read.
         """
         given = self.config.calibrate.choices
         if given is None:
             return None
-        if isinstance(given, str):
-            paths = stock_tree(self.shape.max_depth, given)
-        elif isinstance(given, Path):
+        if isinstance(given, Path):
             try:
                 paths = read_paths(given)
             except DataError as error:
                 raise ConfigError(
                     error.what,
                     f"calibrate.choices = {given}",
-                    f"Name a file of paths, or one of the trees {', '.join(CHILDREN)}.",
+                    "Name a file of paths, such as [[0], [0, 0], [1]].",
                 ) from None
         else:
             paths = given

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.arithmetic import backbone_flops, training_flops
 from benchmarks.claims import Claim, Result, rates, ratio, speed_ratio
 from benchmarks.results import write_result, write_table
-from benchmarks.run import BENCHMARKS, main
+from benchmarks.run import BENCHMARKS
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
 from tests.forks import serve_forks
@@ -99,12 +99,6 @@ def test_the_table_reads_the_files_and_names_missing_ones(tmp_path):
         "| one-chat | a figure | 12.0 MB/s |  |  |  |",
         "| two | needs a GPU | not measured | | | |",
     ]
-
-
-def test_an_unknown_name_is_refused_with_those_that_exist(capsys):
-    with pytest.raises(SystemExit):
-        main(["featurse"])
-    assert "there is no benchmark featurse" in capsys.readouterr().err
 
 
 def test_the_backbones_operations_are_those_that_torch_counts():

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.decoding.acceptance import RejectionSampling
 from pipeline.decoding.drafting import DraftDecoder
 from pipeline.decoding.retrieval import (
     MAX_DEPTH,
@@ -20,7 +19,7 @@ from pipeline.decoding.retrieval import (
     most_frequent_tree,
 )
 from pipeline.errors import ConfigError
-from tests.decoding.conftest import CONTEXT, FAMILIES, PROMPT, PROMPTS, endless, seeded
+from tests.decoding.conftest import CONTEXT, FAMILIES, PROMPT, PROMPTS, seeded
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=40), max_size=6)
 
@@ -107,19 +106,6 @@ def test_retrieved_trees_keep_the_text_that_transformers_writes(family, target_o
     assert 1 in accepted and max(accepted) > 3
     drafter = decoder.drafter
     assert drafter.num_steps == accepted.total() and 0 < drafter.num_drafted <= accepted.total()
-
-
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_a_seed_writes_one_text_with_and_without_retrieval(top_p, target_of):
-    model, rule = target_of("qwen2-tied-mixed-windows"), RejectionSampling(0.8, top_p)
-    plain, kept = endless(model, None, ()), Counter()
-    for seed in range(6):
-        expected = plain.generate(PROMPT, 24, rule, seeded(seed)).token_ids
-        decoder = drafting(model, [expected[:15], expected[12:]])
-        decoded = decoder.generate(PROMPT, 24, rule, seeded(seed))
-        assert decoded.token_ids == expected
-        kept.update(decoded.accepted)
-    assert max(kept) > 3
 
 
 def test_steps_without_a_guess_are_plain(target_of, continuation):

@@ -131,18 +131,16 @@ def test_every_rule_is_timed_and_greedy_text_is_compared_too(check, asked, setti
 
 
 @pytest.mark.slow
-def test_retrieval_and_lookahead_change_no_token(check, asked, finished_run):
+def test_retrieval_changes_no_token(check, asked, finished_run):
     trained = training_text(finished_run.latest("generate"))
-    result, _ = check(asked[1][:5], trained, baselines=["lookahead", "retrieval"])
-    lookahead, retrieval = result.native.baselines
+    result, _ = check(asked[1][:5], trained, baselines=["retrieval"])
+    (retrieval,) = result.native.baselines
     spans = []
     for row in stored(finished_run.latest("generate")):
         spans += row["spans"] if row["split"] == "train" else []
     assert retrieval.datastore.tokens == sum(span["end"] - span["start"] for span in spans)
     assert retrieval.greedy_match.identical == 5 and retrieval.acceleration_rate >= 1
     assert 0 < retrieval.drafted_share <= 1 and retrieval.datastore.build_seconds > 0
-    assert lookahead.greedy_match.identical == 5 and lookahead.acceleration_rate >= 1
-    assert lookahead.datastore is None is lookahead.drafted_share
 
 
 def test_heads_without_a_run_have_the_same_limits(finished_run, tiny_target):
@@ -155,7 +153,7 @@ def test_retrieval_without_a_run_is_refused_before_decoding(check, asked, monkey
     monkeypatch.setattr(native, "load_on_gpus", lambda *_: pytest.fail("loaded"))
     for name in ("native", "vllm"):
         settings = CheckConfig(prompts=1, engines=[name], baselines=["retrieval"])
-        with pytest.raises(ConfigError, match="prompt-lookup, assistant or lookahead"):
+        with pytest.raises(ConfigError, match="prompt-lookup or assistant"):
             measure_heads("nowhere", TargetSpec("nowhere"), settings)
     with pytest.raises(ConfigError, match="reads a run's training text"):
         check(asked[1][:2], baselines=["retrieval"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
+from pipeline.errors import ConfigError, DataError, EnvironmentFault
 from pipeline.export.hub import heads_upload, send_all
 from tests.export.hub_stand_in import TOKEN, Repository
 from tests.export.pushes import (
@@ -84,19 +84,6 @@ def test_a_repository_keeps_its_privacy_and_other_files(export, hub, existing, a
 
 
 # --- what is refused
-
-
-@pytest.mark.parametrize("check", [None, {**CHECK, "passed": False}])
-def test_nothing_is_prepared_without_a_passed_check(part, check):
-    with pytest.raises(CheckFailed) as refused:
-        part(report={"num_heads": 1, "check": check})
-    assert refused.value.exit_code == 1
-
-
-@pytest.mark.parametrize("repo_id", ["heads", "me/heads/x", "me/..", "", "/models/heads"])
-def test_a_repository_needs_owner_and_name(export, repo_id):
-    with pytest.raises(ConfigError, match=r"push\.repo_id"):
-        heads_of_export(export, repo_id=repo_id)
 
 
 @pytest.mark.parametrize("name", sorted(EXPORTED - {"README.md"}))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
-import matplotlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +9,6 @@ from hypothesis import strategies as st
 from pipeline.artifacts.tree_file import Accuracy
 from pipeline.report import plots
 from pipeline.report.report import CurvePoint, Extras, Report
-from tests.report.conftest import typed
 
 paths = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
 
@@ -67,13 +63,3 @@ def test_long_curves_are_averaged_and_not_sampled():
 
 def test_nothing_is_drawn_of_an_empty_report():
     assert plots.draw_plots(Report(), Extras()) == {}
-
-
-def test_drawings_ignore_settings_and_have_no_style(report):
-    plain = plots.draw_plots(typed(report), Extras())
-    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.fonttype": "path"}):
-        assert plots.draw_plots(typed(report), Extras()) == plain
-        assert matplotlib.rcParams["font.size"] == 30
-    drawn = "".join(plain.values())
-    assert not re.search(r"(fill|stroke): #|font-family|<metadata|<style|DOCTYPE|xmlns", drawn)
-    assert drawn.isascii()

@@ -230,13 +230,6 @@ def test_a_tree_that_cannot_be_used_is_refused_first(run_again, tmp_path, text):
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
-def test_a_named_tree_is_cut_where_the_heads_end(copied_run, run_again):
-    tree = result_of(run_again(calibrate__choices="vicuna-7b-stage2")).tree
-    assert (tree.nodes, tree.depth) == (10 + 23 + 23, 3)  # of 4 levels, three heads
-    with pytest.raises(ConfigError, match=r"calibrate\.choices"):
-        run_again(calibrate__choices="vicuna_7b_stage2")
-
-
 @pytest.mark.slow
 def test_answers_to_a_file_of_questions_replace_held_out_rows(copied_run, run_again, tmp_path):
     before = result_of(copied_run)
