@@ -27,7 +27,9 @@ from pipeline.heads.accuracy import Score, label_ranks
 from pipeline.heads.kind import Heads
 
 SPLIT = "calibrate"
-MAX_POSITIONS = 131_072  # an accuracy's standard error is then under 0.15 %
+# An accuracy's standard error would be under 0.15 % if tokens were independent. Those of one
+# conversation are not, so it is larger.
+MAX_POSITIONS = 131_072
 GROWN_POSITIONS = 16_384  # for dynamic trees, where each position takes as long as drafting a tree
 TOP = 5
 
