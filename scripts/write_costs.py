@@ -1,8 +1,6 @@
 """Write the tables of docs/from-nothing-to-served.md: `python scripts/write_costs.py`.
 
-Tokens, disk and memory follow the arithmetic of `plan`, from published configurations. Hours are
-those of the target's and the heads' matrix products and of the reading of weights, keys and values,
-at the share of a GPU's data sheet that was measured on an H100 (docs/benchmarks.md).
+Tokens, disk, memory and hours follow the arithmetic of `plan`, from published configurations.
 """
 
 from __future__ import annotations
@@ -17,17 +15,18 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.artifacts.feature_rows import StateFormat  # noqa: E402
 from pipeline.config.load import load_config  # noqa: E402
-from pipeline.evaluation.batch_limits import (  # noqa: E402
-    GPUS,
-    sequences_in_memory,
-)
-from pipeline.evaluation.served_figures import NUM_IN_TURN  # noqa: E402
+from pipeline.evaluation.batch_limits import GPUS  # noqa: E402
 from pipeline.execution.machine import GIB  # noqa: E402
 from pipeline.flow import STAGES  # noqa: E402
-from pipeline.run.estimate import FP32, memory_of_stages, on_planned_gpus  # noqa: E402
+from pipeline.run.estimate import (  # noqa: E402
+    FP32,
+    RunSize,
+    memory_of_stages,
+    on_planned_gpus,
+)
+from pipeline.run.hours import Hours, Rates  # noqa: E402
 from pipeline.run.resolved import resolve_run  # noqa: E402
 from pipeline.targets.sizes import TargetSizes, parameter_counts  # noqa: E402
-from pipeline.targets.spec import cached_numbers  # noqa: E402
 from pipeline.training.checkpoints import KEPT  # noqa: E402
 from pipeline.training.recipe import Recipe, make_recipe  # noqa: E402
 from scripts.write_models import between  # noqa: E402
@@ -37,14 +36,6 @@ PAGE = ROOT / "docs" / "from-nothing-to-served.md"
 CONFIG = ROOT / "configs" / "llama-3.yaml"
 
 WRITTEN = 1_000  # tokens that the target writes in a conversation, over all turns
-PROMPT = 300  # tokens of its prompts
-REQUESTS = 256  # that vLLM answers at once
-ENGINE_SHARE = 0.92  # of a GPU's memory, which vLLM takes
-COMPUTED = 0.40  # of the peak: features 0.55 and training 0.53 of 741 TFLOP/s, of 989.5
-READ = 0.49  # of the bandwidth: a plain step reads 14.5 GB in 8.9 ms, at 3,350 GB/s
-NATIVE = 4  # methods: plain, the heads, and `check.baselines`
-SERVED = 3  # methods in vLLM: plain, the heads, and `check.engine_baselines`
-WARM_UPS = 2  # native passes over all prompts, so that every CUDA graph is captured
 SECONDS = 3600
 
 
@@ -70,7 +61,7 @@ class Costs:
     Attributes:
         conversations: The number of conversations of the configuration.
         states: Tokens that the target writes; each has one cached state.
-        tokens: These and the prompts.
+        hours: The arithmetic of `plan` for the time of each stage.
         trained: The number of trained parameters.
     """
 
@@ -82,10 +73,8 @@ class Costs:
         assert sizes is not None, "a published config.json is enough"
         self.machine = machine
         self.sizes: TargetSizes = sizes
-        self.gpu = GPUS[machine.gpu]
         self.conversations = self.run.config.seeds.sources[0].limit or 0
         self.states = self.conversations * WRITTEN
-        self.tokens = self.conversations * (WRITTEN + PROMPT)
         self.positions = round(self.states * (1 - self.run.config.seeds.holdout))
         train = self.run.config.train
         hidden_size = self.run.shape.hidden_size
@@ -93,57 +82,12 @@ class Costs:
         memory = memory_of_stages(self.run, sizes, self.positions)
         self.trained = next(stage.gradients for stage in memory if stage.name == "train") / FP32
         self.memory = {stage.name: stage for stage in memory}
-
-    def computing(self, operations: float) -> float:
-        """Return the seconds that multiplications and additions take."""
-        return operations / (COMPUTED * self.gpu.tflops * 1e12)
-
-    def reading(self, num_bytes: float) -> float:
-        """Return the seconds in which the GPU reads bytes of its memory."""
-        return num_bytes / (READ * self.gpu.bandwidth_gbs * 1e9)
-
-    def generating(self) -> float:
-        """Return the seconds in which the target writes its answers, half of a text being cached.
-
-        As many requests are answered at once as memory holds, at most `REQUESTS`.
-        """
-        weights = self.sizes.weight_bytes()
-        cached = cached_numbers(self.run.target_config) * self.sizes.itemsize
-        memory = ENGINE_SHARE * self.machine.gigabytes * 1e9
-        held = sequences_in_memory(memory, weights, cached * (WRITTEN + PROMPT))
-        requests = min(REQUESTS, held)
-        step = max(
-            self.reading(weights + requests * cached * (WRITTEN + PROMPT) / 2),
-            self.computing(2 * self.sizes.parameters * requests),
+        size = RunSize(
+            self.conversations, 1, self.states, 0, 0, False, self.positions, (self.recipe,)
         )
-        prompts = self.computing(2 * self.sizes.linear * self.conversations * PROMPT)
-        return self.states / requests * step + prompts
-
-    def caching(self) -> float:
-        """Return the seconds of one forward of the layers over all conversations."""
-        return self.computing(2 * self.sizes.linear * self.tokens)
-
-    def training(self) -> float:
-        """Return the seconds of training: each weight forward and twice backward.
-
-        The frozen lm_head is multiplied once forward and once backward.
-        """
-        lm_head = self.run.shape.vocab_size * self.run.shape.hidden_size
-        operations = self.run.config.train.num_heads * (6 * self.trained + 4 * lm_head)
-        return self.computing(self.positions * self.recipe.epochs * operations)
-
-    def checking(self) -> float:
-        """Return the seconds of the check, if every step of its passes keeps one token.
-
-        Natively the prompts are decoded one by one. A pass in vLLM decodes all of them at once, and
-        then up to `NUM_IN_TURN` one by one; after the other methods it is made once more, plainly.
-        """
-        check = self.run.config.check
-        prompts = int(check.prompts)
-        natively = NATIVE * (check.repeats + WARM_UPS) * prompts
-        served = (SERVED * check.repeats + 1) * (1 + min(prompts, NUM_IN_TURN))
-        steps = (natively + served) * check.max_new_tokens
-        return steps * self.reading(self.sizes.weight_bytes())
+        rates = Rates.of_gpu(GPUS[machine.gpu], machine.gigabytes * 1e9)
+        sections = self.run.config.placement.of_stages()
+        self.hours = Hours(self.run, size, sizes, dict.fromkeys(sections, rates))
 
     def table(self) -> str:
         """Return the Markdown table of the run's stages."""
@@ -156,8 +100,8 @@ class Costs:
         exported = gigabytes(self.trained * self.sizes.itemsize)
         written = f"{self.states / 1e6:,.0f}M"
         steps = f"{self.recipe.epochs} epochs of {self.recipe.steps_per_epoch:,} steps"
-        times = (self.generating(), self.caching(), self.training(), self.checking())
-        generating, caching, training, checking = map(hours, times)
+        times = self.hours.stages()
+        total = hours(sum(times.values()))
         rows = [
             ("stage", "what it makes", "disk", "GPU memory", "time"),
             ("---",) * 5,
@@ -167,19 +111,31 @@ class Costs:
                 f"{written} tokens",
                 f"{weights}, the target",
                 self.gib("generate"),
-                generating,
+                hours(times["generate"]),
             ),
             (
                 "features",
                 f"{written} states of {state_bytes:,} bytes",
                 cached,
                 self.gib("features"),
-                caching,
+                hours(times["features"]),
             ),
-            ("train", steps, f"{gigabytes(checkpoints)}, checkpoints", self.gib("train"), training),
+            (
+                "train",
+                steps,
+                f"{gigabytes(checkpoints)}, checkpoints",
+                self.gib("train"),
+                hours(times["train"]),
+            ),
             ("export", f"heads of {self.trained / 1e9:.2f}B numbers", exported, "", ""),
-            ("check", "text compared, speed measured", "", self.gib("check, vllm"), checking),
-            ("**together**", "", "", "", f"**{hours(sum(times))}**"),
+            (
+                "check",
+                "text compared, speed measured",
+                "",
+                self.gib("check, vllm"),
+                hours(times["check"]),
+            ),
+            ("**together**", "", "", "", f"**{total}**"),
         ]
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

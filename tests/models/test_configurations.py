@@ -80,19 +80,21 @@ def test_the_costs_page_is_the_script_s_arithmetic():
 def test_hours_on_an_h100_are_the_products_by_hand(tmp_path):
     """Llama-3.1-8B: 6.98B parameters in its layers, 4,096 wide, 128,256 tokens, 26M tokens."""
     costs = write_costs.Costs(write_costs.MACHINES["8b"], tmp_path)
+    times = costs.hours.stages()
     layers = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     rate = 0.4 * 989.5e12
-    assert costs.caching() == pytest.approx(2 * layers * 26e6 / rate)
+    worker, trainer, engine = 4.7, 14, 14  # starts
+    assert times["features"] == pytest.approx(worker + 2 * layers * 26e6 / rate)
     cell, lm_head = 14 * 4096**2, 128256 * 4096
-    training = 2 * 19.6e6 * 5 * (6 * cell + 4 * lm_head) / rate
-    assert costs.training() == pytest.approx(training, rel=1e-3)
+    training = 2 * 19.6e6 * (5 * (6 * cell + 4 * lm_head) + 2 * lm_head) / rate
+    updates = 2 * 1197 * 40 * cell / (0.49 * 3350e9)
+    assert times["train"] == pytest.approx(trainer + training + updates, rel=1e-3)
     step = (16.06e9 + 256 * 650 * 2 * 2 * 32 * 1024) / (0.49 * 3350e9)
-    assert costs.generating() == pytest.approx(
-        20e6 / 256 * step + 2 * layers * 6e6 / rate, rel=1e-3
-    )
+    generating = engine + 20e6 / 256 * step + 2 * layers * 6e6 / rate
+    assert times["generate"] == pytest.approx(generating, rel=1e-3)
     natively = 4 * (2 + 3) * 32
     served = (3 * 3 + 1) * (1 + 8)  # all prompts at once is one answer's steps
-    checking = (natively + served) * 64 * 16.06e9 / (0.49 * 3350e9)
-    assert costs.checking() == pytest.approx(checking, rel=1e-3)
     check = costs.run.config.check
+    checking = (natively + served) * check.max_new_tokens * 16.06e9 / (0.49 * 3350e9)
+    assert times["check"] == pytest.approx(worker + 4 * engine + checking, rel=1e-3)
     assert len(check.baselines) == 2 and len(check.engine_baselines) == 1
