@@ -151,7 +151,9 @@ def _expected_size(run: ResolvedRun, seeds: Summary | None, store: Path) -> Expe
 
 
 def _seed_lines(seeds: Summary | None) -> Iterator[str]:
-    """Yield a line of `plan` on the rows of sources that the seeds stage drops, by reason."""
+    """Yield lines of `plan` on what the seeds stage does not read, and the rows that it drops."""
+    for warning in (seeds or {}).get("warnings", ()):
+        yield f"! {warning}"
     reasons = (seeds or {}).get("reasons")
     if reasons:
         shown = [f"{reason} {number:,}" for reason, number in sorted(reasons.items())]

@@ -51,7 +51,7 @@ def read_settings(generate: GenerateConfig) -> Identity:
 
 
 def count_seed_rows(config: Config) -> Summary | None:
-    """Count what the seeds stage will make: rows, training rows, and rejected rows by reason.
+    """Count what the seeds stage will make: rows, training rows, rejected rows by reason, warnings.
 
     Local sources are read. Of a data set on the Hub as many rows as its limit are counted; the
     result is None if one has no limit.
@@ -82,4 +82,5 @@ def count_seed_rows(config: Config) -> Summary | None:
         totals.rows += on_hub
         held_out = 2 * held_out_rows(totals.rows, config.seeds.holdout)
         totals.stats["train_rows"] = totals.rows - held_out
-    return totals.summary()
+    warnings = [warning for reader in local for warning in reader.warnings()]
+    return {**totals.summary(), "warnings": warnings}

@@ -326,6 +326,15 @@ def test_plan_refuses_too_many_bad_rows(command, config_file, tmp_path):
     assert command(*words, "limits.max_quarantine_fraction=0.5").code == 0
 
 
+def test_plan_warns_of_text_that_is_not_read(command, config_file, tmp_path):
+    seeds = tmp_path / "dolly.jsonl"
+    row = {"context": "The wall is long. " * 9, "response": "So."}
+    rows = [row | {"instruction": f"Where is clock {number}?"} for number in range(40)]
+    seeds.write_text("\n".join(map(json.dumps, rows)))
+    planned = command("plan", config_file, f"seeds.sources={seeds}").out
+    assert "! `context` has text in 40 of 40 rows of dolly" in planned
+
+
 def test_plan_counts_what_the_seeds_stage_keeps(command, config_file, tmp_path):
     """40 rows: one has pictures, two repeat others, and one is a question of the check."""
     seeds, questions = tmp_path / "mixed.jsonl", tmp_path / "questions.jsonl"
