@@ -20,7 +20,7 @@ from pipeline.errors import CheckFailed, ConfigError, DamagedShard, DataError
 from pipeline.execution.executor import check_executor
 from pipeline.execution.progress import print_stage
 from pipeline.formatting import duration
-from pipeline.run.checks import check_placements, check_run, unread_settings
+from pipeline.run.checks import check_placements, check_run, warnings
 from pipeline.run.context import Context, Stage, skipped_stages
 from pipeline.run.estimate import check_memory
 from pipeline.run.reporting import publish_report
@@ -77,7 +77,7 @@ def run_flow(
     check_executor(executor)
     resolved = resolve_run(config, wanted, fresh)
     check_run(resolved)
-    for warning in unread_settings(resolved):
+    for warning in warnings(resolved):
         console.print(f"[yellow]![/] {warning}", highlight=False, soft_wrap=True)
     check_memory(resolved)
     run = RunDirectory.create(config)

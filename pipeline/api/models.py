@@ -81,7 +81,7 @@ class Target:
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """The ids of the tokens that end an answer of this target."""
-        return frozenset({*eos_token_ids(self.spec), *self.template.end_ids["assistant"]})
+        return frozenset(self.template.stop_ids("assistant", eos_token_ids(self.spec)))
 
     def prompt(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Tokenize a question as a chat prompt, with the target's chat template.

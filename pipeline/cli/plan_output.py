@@ -22,7 +22,7 @@ from pipeline.evaluation.batch_limits import batch_limits, gpu_figures
 from pipeline.execution.placement import most_workers
 from pipeline.flow import STAGES
 from pipeline.report.text_table import print_grid, wide_console
-from pipeline.run.checks import check_plan, unread_settings
+from pipeline.run.checks import check_plan, warnings
 from pipeline.run.estimate import (
     CACHED_TOKENS,
     GIB,
@@ -63,7 +63,7 @@ COLUMNS = {
 
 def print_plan(run: ResolvedRun) -> None:
     """Print the output of `plan`; raise EnvironmentFault if a stage does not fit into memory."""
-    notes = [f"! {note}" for note in (*check_plan(run), *unread_settings(run))]
+    notes = [f"! {note}" for note in (*check_plan(run), *warnings(run))]
     if run.method.advice:
         notes.append(run.method.advice)
     directory = RunDirectory(run.config.run.directory, run.config.run.store)

@@ -192,19 +192,21 @@ class Dialogue:
         assert self._pending is not None, f"{completion.id} answers no request"
         builder, self._pending = self._pending, None
         ids, finish = completion.token_ids, completion.finished
-        text_ids = ids
+        text_ids, end = ids, None
         if finish == "stop" and ids and ids[-1] in self._stop_token_ids():
-            text_ids = ids[:-1]
+            *text_ids, end = ids
         text = self._template.decode(text_ids)
         context_left = self._settings.max_tokens - len(builder.ids) - len(ids)
         self._ending = self._flaw(text_ids, text, finish, context_left)
         if self._ending is not None:
             return
+        if self._writer == "assistant":
+            text = self._template.content(text_ids)
         message = Message(self._writer, text)
         if self._settings.mode == "passthrough" and self._turn is not None:
             message = replace(message, learned=self._turn.learned)
             self.unlearned_answers += not message.learned
-        self._builder = builder.with_text(ids, finish, message)
+        self._builder = builder.with_text(ids, finish, message, end)
         if self._writer == "assistant":
             self._num_answers += 1
             if self._builder.spans:
@@ -270,8 +272,7 @@ class Dialogue:
 
     def _stop_token_ids(self) -> tuple[int, ...]:
         """Return the sorted token ids that end a text of the current writer."""
-        ends = self._template.end_ids[self._writer]
-        return tuple(sorted({*self._settings.sampling.stop_token_ids, *ends}))
+        return self._template.stop_ids(self._writer, self._settings.sampling.stop_token_ids)
 
     def _build_request(self) -> Request | None:
         """Build the next request and set `_pending`.
@@ -329,13 +330,8 @@ class Dialogue:
         builder, template = self._builder, self._template
         if self._num_answers == self._settings.rounds:
             raise RowRejected(Reason.NOTHING_GENERATED, "All rounds are over.")
-        if builder is not None and self._writer == "user":
-            return builder.with_ids(template.role_header(builder.messages[:-1], builder.ended))
-        if builder is not None and builder.messages[-1].role == "user":  # the target's question
-            if template.rewrites_history(builder.messages[:-1], builder.messages[-1:]):
-                return RowBuilder.opening(template, builder.messages, self._num_answers)
-            ids = template.separator(builder.messages[:-1], "user", builder.ended)
-            return builder.with_ids(ids)
+        if builder is not None and "user" in (self._writer, builder.messages[-1].role):
+            return builder.continued(template, (), self._num_answers, self._writer)
         if not self._turns:
             raise RowRejected(
                 Reason.NOTHING_GENERATED,
@@ -345,7 +341,7 @@ class Dialogue:
         if builder is None:
             messages = (*self._conversation.system, *turn.asked)
             return RowBuilder.opening(template, messages, self._num_answers)
-        return builder.with_question(template, turn.asked, self._num_answers)
+        return builder.continued(template, turn.asked, self._num_answers)
 
     def _flaw(
         self, ids: list[int], text: str, finish: Finish, context_left: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.conversations.conversation import Message, Reason, RowRejected, utf8_text
+from pipeline.conversations.conversation import Message, Reason, Role, RowRejected, utf8_text
 from pipeline.conversations.requests import Finish
 from pipeline.conversations.spans import Span
 from pipeline.conversations.template import ChatTemplate
@@ -32,8 +32,9 @@ class GeneratedRow:
 class RowBuilder:
     """Immutable builder of a conversation's token row; the `with_` methods return a new builder.
 
-    `first_turn` is the index of the row's first turn in the conversation; `ended` is whether the
-    last sampled text ended with a stop token.
+    Attributes:
+        first_turn: The index of the row's first turn in the conversation.
+        end: The token that ended the last sampled text; None if it was cut.
     """
 
     first_turn: int
@@ -41,47 +42,59 @@ class RowBuilder:
     messages: tuple[Message, ...]
     spans: tuple[Span, ...] = ()
     finish: tuple[Finish, ...] = ()
-    ended: bool = False
+    end: int | None = None
 
     @classmethod
     def opening(
-        cls, template: ChatTemplate, messages: tuple[Message, ...], first_turn: int = 0
+        cls,
+        template: ChatTemplate,
+        messages: tuple[Message, ...],
+        first_turn: int = 0,
+        writer: Role = "assistant",
     ) -> RowBuilder:
-        """Start a token row with the prompt for an answer to these messages."""
-        return cls(first_turn, template.opening(messages), messages)
+        """Start a token row with the prompt for a text of this role after these messages."""
+        return cls(first_turn, template.opening(messages, writer), messages)
 
-    def with_question(
-        self, template: ChatTemplate, asked: Sequence[Message], turn: int = 0
+    def continued(
+        self,
+        template: ChatTemplate,
+        asked: Sequence[Message],
+        turn: int = 0,
+        writer: Role = "assistant",
     ) -> RowBuilder:
-        """Append the next question, or start a new row if the chat template rewrites history.
+        """Append the prompt of the next text, or start a new row if the ids cannot be continued.
 
         Args:
-            asked: The question, followed by function calls and their results.
+            asked: The next question, followed by function calls and their results; empty beside a
+                sampled question.
             turn: The `first_turn` of a new row.
+            writer: The role of the next text.
 
         Raises:
             RowRejected: The messages cannot be rendered or tokenized.
         """
-        messages = (*self.messages, *asked)
-        if template.rewrites_history(self.messages, asked):
-            return RowBuilder.opening(template, messages, turn)
-        ids = template.separator(self.messages[:-1], "assistant", self.ended, *asked)
+        ids = template.continuation(self.messages, asked, writer, self.end)
+        if ids is None:
+            return RowBuilder.opening(template, (*self.messages, *asked), turn, writer)
         return self.with_ids(ids, *asked)
 
     def with_ids(self, ids: list[int], *messages: Message) -> RowBuilder:
         """Append prompt tokens and their messages to the token row, without a span."""
         return replace(self, ids=self.ids + ids, messages=self.messages + messages)
 
-    def with_text(self, ids: list[int], finish: Finish, message: Message) -> RowBuilder:
-        """Append a sampled text to the token row, with its span and finish reason.
+    def with_text(
+        self, ids: list[int], finish: Finish, message: Message, end: int | None
+    ) -> RowBuilder:
+        """Append a sampled text to the token row, with its span, finish reason and end token.
 
-        A message that is not learned has neither.
+        A message that is not learned has no span and no finish reason.
         """
-        builder = replace(self.with_ids(ids, message), ended=finish == "stop")
+        builder = replace(self.with_ids(ids, message), end=end)
         if not message.learned:
             return builder
         span = Span(len(self.ids), len(self.ids) + len(ids), message.role)
         return replace(builder, spans=(*self.spans, span), finish=(*self.finish, finish))
+
 
     def finished(self, row_id: str, parent_id: str) -> GeneratedRow:
         """Return the finished training row."""
@@ -115,7 +128,7 @@ class Chat:
         """
         message = Message("user", utf8_text(question))
         alone = RowBuilder.opening(self._template, (*self._system, message))
-        asked = self._builder.with_question(self._template, [message]) if self._builder else alone
+        asked = self._builder.continued(self._template, [message]) if self._builder else alone
         forgets = len(asked.ids) > self._room
         if forgets:
             asked = alone
@@ -134,6 +147,9 @@ class Chat:
         """
         assert self._asked is not None, "nothing was asked"
         if ids:
-            message = Message("assistant", self._template.decode(ids))
-            self._builder = self._asked.with_text(list(ids), "stop" if ended else "length", message)
+            text = list(ids)
+            end = text.pop() if ended else None
+            message = Message("assistant", self._template.content(text))
+            finish: Finish = "stop" if ended else "length"
+            self._builder = self._asked.with_text(list(ids), finish, message, end)
         self._asked = None

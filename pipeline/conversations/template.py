@@ -2,7 +2,8 @@
 
 These ids are tokenized from parts of the rendered template; sampled ids are never tokenized again.
 Some templates render earlier turns differently once another turn follows, for example without their
-thoughts. Then `rewrites_history` returns True, and the conversation continues in a new row.
+thoughts, and some texts end with another token than the template's. Then `continuation` returns
+None, and the conversation continues in a new row.
 
 A special token in a message's text, such as `</s>` in a user's question, would end a turn or write
 another role's header. So each one is replaced by a mark before rendering. After rendering, the text
@@ -19,7 +20,7 @@ import copy
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
@@ -84,12 +85,16 @@ class ChatTemplate:
         hello = Message("user", "Hello")
         try:
             answer_end = self._first_end_token(self._text_after([hello], "assistant", hello))
+            last_end = self._first_end_token(self._text_after([hello], "assistant", asks=False))
             user_end = self._first_end_token(self._text_after([], "user"))
+            header = self._answer_header(hello)
         except RowRejected as error:
             raise self._error(
                 f"The chat template cannot render a conversation of two questions: {error.detail}"
             ) from error
         self.end_ids: dict[Role, tuple[int, ...]] = {"assistant": answer_end, "user": user_end}
+        self._answer_ends = {*answer_end, *last_end}
+        self._header_ids = header
 
     def _error(self, what: str) -> ConfigError:
         """Return a ConfigError about the target's chat template."""
@@ -125,6 +130,32 @@ class ChatTemplate:
         except RowRejected:
             return False
         return all(word in text for word in PROBE_WORDS)
+
+    def token_from(self, least: int) -> str | None:
+        """Return the first token with an id from `least` on that a prompt can hold, with the id.
+
+        A message's text can hold any token but the special ones; those count if the chat template
+        writes them. Return None if there is no such token.
+        """
+        vocabulary = self._tokenizer.get_vocab()
+        beyond = sorted((id, token) for token, id in vocabulary.items() if id >= least)
+        written = set(self._answer_ends)
+        hello = Message("user", "Hello")
+        called = [Message("assistant", "", PROBE_CALL), Message("tool", "PlaceholderResult")]
+        for system in ([], [Message("system", "Hello")]):
+            for answer in ([Message("assistant", "Hello"), hello], called):
+                try:
+                    written.update(self.opening([*system, hello, *answer]))
+                except RowRejected:
+                    continue  # this template takes no system message, or no function calls
+        for id, token in beyond:
+            if id in written or id not in self._special_ids:
+                return f"{token} ({id})"
+        return None
+
+    def tokens(self, ids: Iterable[int]) -> str:
+        """Return the texts of tokens, with commas."""
+        return ", ".join(self._tokenizer.convert_ids_to_tokens(list(ids)))
 
     def special_tokens_in(self, messages: Sequence[Message]) -> list[str]:
         """Return the special tokens in the text of messages, each once, in order of appearance."""
@@ -170,65 +201,94 @@ class ChatTemplate:
         )
         return text.strip()
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of the prompt for an answer to these messages.
+    def opening(self, messages: Sequence[Message], writer: Role = "assistant") -> list[int]:
+        """Return the token ids of the prompt for a text of this role after these messages.
 
         The prompt begins with BOS only if the template writes it.
 
         Raises:
             RowRejected: The template raised, or a special token cannot be written as text.
         """
-        return self._tokenize(self.render(messages, asks=True))
+        return self._tokenize(self._prompt(messages, writer))
 
-    def separator(
-        self, messages: Sequence[Message], writer: Role, ended: bool, *asked: Message
-    ) -> list[int]:
-        """Return the chat template's token ids between a sampled text and the next answer.
+    def stop_ids(self, writer: Role, stated: Iterable[int]) -> tuple[int, ...]:
+        """Return the sorted ids of the tokens that end a text of this role.
+
+        These are the `stated` EOS ids and the template's own end. For an answer the template's end
+        is left out if the stated ids include the end of a last answer: in the harmony format of
+        gpt-oss, `<|end|>` ends earlier answers, and also each thought before an answer.
+        """
+        ends = set(stated)
+        if writer != "assistant" or not self._answer_ends.intersection(ends):
+            ends.update(self.end_ids[writer])
+        return tuple(sorted(ends))
+
+    def content(self, ids: Sequence[int]) -> str:
+        """Return the text that a server would send for a sampled answer, without its end token.
+
+        If the template writes special tokens before an answer (harmony's final channel), the text
+        is what follows them; it is empty if the answer has no such tokens.
+        """
+        header = self._header_ids
+        for start in reversed(range(len(ids) if header else 0)):
+            if list(ids[start : start + len(header)]) == header:
+                return self.decode(ids[start + len(header) :])
+        return "" if header else self.decode(ids)
+
+    def continuation(
+        self, history: Sequence[Message], asked: Sequence[Message], writer: Role, end: int | None
+    ) -> list[int] | None:
+        """Return the template's token ids between the last sampled text and the next one.
+
+        Return None if the next prompt does not begin with the tokens so far: the template renders
+        `history` differently when `asked` follows, or ends the text with another token than `end`.
 
         Args:
-            messages: The history before the sampled text.
-            writer: The role of the sampled text.
-            ended: Whether the sampled ids include the token that ends the text; otherwise the
-                separator begins with it.
-            asked: The messages between the sampled text and the next answer: the user's message,
-                and function calls with their results. Empty after a sampled user message.
+            history: The messages so far, of which the last one was sampled.
+            asked: The messages before the next text: the user's message, and function calls with
+                their results.
+            writer: The role of the next text.
+            end: The token that ended the sampled text. None if it was cut: the ids then begin with
+                the template's end.
 
         Raises:
             RowRejected: A message cannot be rendered or tokenized.
         """
-        return self._without_end(self._text_after(messages, writer, *asked), writer, ended)
+        *earlier, text = history
+        before = self._prompt(earlier, text.role)
+        after = self._prompt([*history, *asked], writer)
+        content = self._marked(text.content.strip())
+        rest = after[len(before) :].lstrip()
+        if not after.startswith(before) or not rest.startswith(content):
+            return None
+        if text.role == "assistant" and self._header_ids:
+            return None  # the text was sampled with other channels, or without one
+        rest = rest.removeprefix(content)
+        ids = self._tokenize_after(rest)
+        if end is None:
+            return ids
+        if self._first_end_token(rest) != (end,):
+            return None
+        return ids[ids.index(end) + 1 :]
 
-    def role_header(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """Return the chat template's token ids between an answer and a sampled user message.
-
-        Args:
-            messages: The history before the answer.
-            ended: Whether the sampled ids of the answer include the token that ends it; otherwise
-                the header begins with it.
+    def _prompt(self, messages: Sequence[Message], writer: Role) -> str:
+        """Render messages up to where the next text, of this role, begins.
 
         Raises:
-            RowRejected: A message cannot be rendered or tokenized.
+            RowRejected: The template raised.
         """
-        next_user = _unused_word(messages)
-        text = self._text_after(messages, "assistant", Message("user", next_user))
+        if writer == "assistant":
+            return self.render(messages, asks=True)
+        word = _unused_word(messages)
+        text = self.render([*messages, Message(writer, word)], asks=True)
         # A space before a text belongs to the text's first token, as after the generation prompt
         # "ASSISTANT:".
-        header = text.partition(next_user)[0].rstrip(" ")
-        return self._without_end(header, "assistant", ended)
-
-    def _without_end(self, text: str, writer: Role, ended: bool) -> list[int]:
-        """Tokenize the text that the template writes after a sampled text.
-
-        If the sampled ids include the end token (`ended`), only the ids after it are returned.
-        """
-        ids = self._tokenize_after(text)
-        for index, id in enumerate(ids):
-            if ended and id in self.end_ids[writer]:
-                return ids[index + 1 :]
-        return ids
+        return text.partition(word)[0].rstrip(" ")
 
     def recite(self, messages: Sequence[Message], answer: str) -> list[int]:
         """Return the token ids of a seed's answer and its end token, as if the target wrote them.
+
+        Text that the generation prompt has already (`<think>`) is left out of the answer.
 
         Args:
             messages: The history before the answer.
@@ -240,7 +300,7 @@ class ChatTemplate:
         whole = self.render([*messages, Message("assistant", answer)], asks=False)
         tail = self._text_after(messages, "assistant", asks=False)
         # The answer as the template renders it, or unchanged if the template rewrites the history.
-        text = self._marked(answer) + tail
+        text = self._marked(self._without_prefill(messages, before, answer)) + tail
         if whole.startswith(before) and whole.endswith(tail):
             text = whole.removeprefix(before)
         before = MARKED.sub(lambda match: self._special_texts[int(match[1])], before)
@@ -254,21 +314,36 @@ class ChatTemplate:
             ids.pop()
         return ids
 
-    def rewrites_history(self, history: Sequence[Message], asked: Sequence[Message]) -> bool:
-        """Return whether the chat template renders `history` differently when `asked` follows.
+    def _without_prefill(self, messages: Sequence[Message], before: str, answer: str) -> str:
+        """Return a seed's answer without the text that the generation prompt prefills.
 
-        If so, the next prompt does not begin with the tokens of the conversation so far. `history`
-        must end with an answer.
-
-        Raises:
-            RowRejected: The template raised.
+        Args:
+            messages: The history before the answer.
+            before: The rendered history, which ends with the generation prompt.
         """
-        *before_answer, answer = history
-        before = self.render(before_answer, asks=True)
-        after = self.render([*history, *asked], asks=True)
-        if not after.startswith(before):
-            return True
-        return not after[len(before) :].lstrip().startswith(self._marked(answer.content.strip()))
+        word = _unused_word(messages)
+        later = self.render([*messages, Message("assistant", word), Message("user", "")], asks=True)
+        header = later.partition(word)[0].rstrip()
+        prefill = before.removeprefix(header).strip()
+        rest = answer.lstrip()
+        if not before.startswith(header) or not prefill or not rest.startswith(prefill):
+            return answer
+        rest = rest.removeprefix(prefill)
+        for white_space in before[len(before.rstrip()) :]:
+            rest = rest.removeprefix(white_space)
+        return rest
+
+    def _answer_header(self, hello: Message) -> list[int]:
+        """Return the token ids that a later prompt holds between a prompt and its answer's text.
+
+        The list is empty if there is no special token among them.
+        """
+        before = self._prompt([hello], "assistant")
+        answer = Message("assistant", _unused_word([hello]))
+        after = self._prompt([hello, answer, hello], "assistant")
+        ids = self._tokenize_after(after.removeprefix(before).partition(answer.content)[0])
+        has_header = after.startswith(before) and self._special_ids.intersection(ids)
+        return ids if has_header else []
 
     def _text_after(
         self, messages: Sequence[Message], role: Role, *asked: Message, asks: bool = True

@@ -19,7 +19,7 @@ from pipeline.export.layout import check_formats
 from pipeline.run.resolved import ASSISTANT, ENGINE_SECTIONS, SERVED, TARGET, ResolvedRun
 from pipeline.targets.files import check_repo_id, is_local
 from pipeline.targets.loading import require_readable
-from pipeline.targets.spec import context_length
+from pipeline.targets.spec import context_length, eos_token_ids
 from pipeline.training.methods import Package
 from pipeline.training.metrics import require_trackers
 
@@ -46,14 +46,28 @@ def check_plan(run: ResolvedRun) -> list[str]:
     return list(faults)
 
 
-def unread_settings(run: ResolvedRun) -> list[str]:
-    """Return a list of one warning that names the keys of `train` that are set but not read.
+def warnings(run: ResolvedRun) -> list[str]:
+    """Return the warnings before a run: keys of `train` that are not read, and differing ends.
 
-    Keys are read by the kind of heads and the training method. Without such keys the list is empty.
+    Keys are read by the kind of heads and the training method.
     """
+    found = []
     train = run.config.train
     unread = ", ".join(run.method.unread_keys(train))
-    return [f"Not read by {train.heads} heads and {train.method}: {unread}."] if unread else []
+    if unread:
+        found.append(f"Not read by {train.heads} heads and {train.method}: {unread}.")
+    template = run.template
+    if template is None:
+        return found
+    stated, own = eos_token_ids(run.target), template.end_ids["assistant"]
+    if not set(own) <= set(stated):
+        stops = template.tokens(template.stop_ids("assistant", stated))
+        found.append(
+            f"The chat template ends an answer with {template.tokens(own)}, and the target's"
+            f" eos_token_id is {template.tokens(stated)}: generate ends answers at {stops}, the"
+            " check and servers at eos_token_id."
+        )
+    return found
 
 
 def check_placements(run: ResolvedRun) -> None:
@@ -147,6 +161,11 @@ def check_models(run: ResolvedRun) -> None:
     """
     for problem in run.problems.values():
         raise problem
+
+
+def check_template(run: ResolvedRun) -> None:
+    """Raise ConfigError if the target has no usable chat template, or lacks embeddings for it."""
+    _ = run.template
 
 
 def check_target(run: ResolvedRun) -> None:
@@ -361,6 +380,7 @@ CHECKS = (
     check_labels,
     check_sources,
     check_models,
+    check_template,
     check_target,
     check_served_copy,
     check_driver,

@@ -20,11 +20,21 @@ from pipeline.export.layout import MAX_NUM_HEADS
 from pipeline.heads.kind import Heads
 from pipeline.heads.kinds import head_kind
 from pipeline.heads.shapes import HeadsShape
-from pipeline.targets.spec import TargetSpec, context_length, model_config, own_dtype, resolve
+from pipeline.targets.files import find_file
+from pipeline.targets.spec import (
+    TargetSpec,
+    context_length,
+    load_chat_template,
+    model_config,
+    own_dtype,
+    resolve,
+)
 from pipeline.training.methods import Method, method_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from pipeline.conversations.template import ChatTemplate
 
 TARGET, SERVED, ASSISTANT = "target.model", "check.served_model", "check.assistant_model"
 ENGINE_SECTIONS = {"native": "features", "vllm": "generate"}
@@ -100,6 +110,19 @@ class ResolvedRun:
             EnvironmentFault: The Hub cannot be reached.
         """
         return self.model(TARGET).on(on_gpu=self.gpus_of("features") > 0)
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate | None:
+        """The target's chat template; None if the target or its tokenizer is not available.
+
+        Raises what `load_chat_template` raises.
+        """
+        if TARGET not in self.models:
+            return None
+        spec = self.target
+        if find_file(spec.model, spec.revision, "tokenizer_config.json") is None:
+            return None
+        return load_chat_template(spec)
 
     @property
     def target_config(self) -> PretrainedConfig:

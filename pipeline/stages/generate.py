@@ -41,7 +41,7 @@ from pipeline.targets.engines import GenerationEngine, make_generation_engine, s
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template
 
 NAME = "generate"
-VERSION = 6
+VERSION = 7
 FIGURES = {
     "rows": "rows",
     "samples": "samples",

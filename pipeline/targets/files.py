@@ -35,6 +35,7 @@ TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config
 # all weights in one file, or the index of several files
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+ADAPTER = "adapter_config.json"
 FETCH_AGAIN = "Download or save the target again."
 NETWORK = "Check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk"
 
@@ -142,6 +143,36 @@ def weight_names(directory: Path) -> list[str]:
         WHERE,
         "Load it once where it came from, `save_pretrained` it, and name that directory.",
     )
+
+
+def require_no_other_weights(model: str, revision: str | None) -> None:
+    """Check that every engine reads the weights of a target that `weight_names` returns.
+
+    transformers also applies an adapter beside the weights. vLLM reads the files of the index, or
+    every safetensors file of a directory without one.
+
+    Raises:
+        ConfigError: There is an adapter, or a safetensors file that only vLLM would read.
+        EnvironmentFault: The Hub cannot be reached.
+    """
+    extra: set[str] = set()
+    single, index = SAFETENSORS
+    if find_file(model, revision, ADAPTER) is not None:
+        extra = {ADAPTER}
+    elif is_local(model) and find_file(model, revision, single) is not None:
+        directory = local_directory(model)
+        read_by_vllm = {path.name for path in directory.glob("*.safetensors")}
+        if (directory / index).is_file():
+            read_by_vllm = set(read_index(directory / index).values())
+        extra = {name for name in read_by_vllm - {single} if not name.startswith("consolidated")}
+    if extra:
+        names = ", ".join(sorted(extra))
+        raise ConfigError(
+            f"{model} holds other weights beside the target's, which some engines would load.",
+            WHERE,
+            f"Move {names} and what belongs to it out of the directory; merge an adapter that is"
+            " not yet in the weights (`merge_and_unload` of peft) first.",
+        )
 
 
 def parse_json_object(path: Path) -> dict[str, Any]:

@@ -70,8 +70,8 @@ def resolve(target: TargetConfig, *, on_gpu: bool = False) -> TargetSpec:
         on_gpu: Whether workers have a GPU, which decides dtype "auto".
 
     Raises:
-        ConfigError: The target does not exist, cannot be read by transformers, or cannot verify a
-            tree; or a setting of the target is invalid.
+        ConfigError: The target does not exist, cannot be read by transformers, cannot verify a
+            tree, or has other weights beside it; or a setting of the target is invalid.
         EnvironmentFault: The Hub cannot be reached.
     """
     model, revision = target.model, target.revision
@@ -83,6 +83,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool = False) -> TargetSpec:
             "Name a transformers model.",
         )
     files.parse_json_object(config_file)
+    files.require_no_other_weights(model, revision)
     if files.is_local(model):
         model = str(config_file.parent)
     else:
@@ -187,12 +188,24 @@ def load_chat_template(
     """Return the target's chat template; load the tokenizer if it is not given.
 
     Raises:
-        ConfigError: The tokenizer cannot be loaded, or there is no usable template.
+        ConfigError: The tokenizer cannot be loaded, there is no usable template, or a prompt can
+            hold a token that the target has no embedding for.
     """
     if tokenizer is None:
         tokenizer = load_tokenizer(spec)
     today = date.fromisoformat(spec.date)
-    return ChatTemplate(tokenizer, spec.chat_template, today, spec.template_arguments)
+    template = ChatTemplate(tokenizer, spec.chat_template, today, spec.template_arguments)
+    num_embeddings = model_config(spec).get_text_config().vocab_size
+    token = template.token_from(num_embeddings)
+    if token is not None:
+        raise ConfigError(
+            f"A prompt can hold the token {token}, and the target embeds ids below"
+            f" {num_embeddings} only.",
+            files.WHERE,
+            "Name the tokenizer's own model, or resize the embedding (`resize_token_embeddings`)"
+            " and train it.",
+        )
+    return template
 
 
 def asks_for_date(spec: TargetSpec, paths: Iterable[Path]) -> bool:

@@ -301,7 +301,8 @@ def plan_elsewhere(endpoint: str, config: Path, downloaded: bool) -> None:
 def test_plan_downloads_no_weights(config_file, hub):
     code, out = in_a_fork(plan_elsewhere, hub.endpoint, config_file, False)
     assert code == 0, out
-    assert set(hub.fetched) == {"config.json", "generation_config.json"}
+    described = {"config.json", "generation_config.json", "chat_template.jinja"}
+    assert set(hub.fetched) == described | {"tokenizer_config.json", "tokenizer.json"}
     assert states(out)["seeds"] == states(out)["generate"] == "run"
     assert "256 bytes of states" in out, "its configuration says how large a state is"
 

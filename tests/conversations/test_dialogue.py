@@ -259,4 +259,4 @@ def test_self_talk_goes_on_in_a_new_row(templates, tokenizer):
     assert tokenizer.decode(first.input_ids) == chatml_text("Hello?", thought)
     text = chatml_text("Hello?", "One.", "A question?", "Two.")
     assert tokenizer.decode(second.input_ids) == text
-    assert written(second, tokenizer) == [f"Two.{END}"]
+    assert written(second, tokenizer) == [f"A question?{END}", f"Two.{END}"]

@@ -40,9 +40,10 @@ def test_no_token_of_a_seed_s_text_is_special(family, kind, tokenizers, template
 
     def control(messages) -> list[list[int]]:
         asked = messages[: 4 if len(messages) > 3 else 2]
+        answered = [*asked, Message("assistant", messages[-1].content)]
         parts = [
             template.opening(asked),
-            template.separator(asked, "assistant", True, messages[1]),
+            template.continuation(answered, messages[1:2], "assistant", None),
             template.recite(asked[:2], messages[-1].content),
         ]
         return [[id for id in ids if id in special] for ids in parts]

@@ -69,8 +69,8 @@ def test_prompts_and_answers_add_up_to_the_ids_of_transformers(
         assert template.recite(chat[:asked], chat[asked].content) == answer
         ids = ids + answer
         if asked + 1 < len(chat):
-            assert not template.rewrites_history(chat[: asked + 1], chat[asked + 1 : asked + 2])
-            ids = ids + template.separator(chat[:asked], "assistant", True, chat[asked + 1])
+            question = chat[asked + 1 : asked + 2]
+            ids = ids + template.continuation(chat[: asked + 1], question, "assistant", end_id)
     assert ids == expected[: len(ids)]
     assert tokenizer.decode(expected[len(ids) :]).strip() == ""
 
@@ -81,7 +81,7 @@ def test_a_truncated_answer_is_followed_by_the_end_of_turn(family, tokenizer, te
     cut = [*CHAT[:2], Message("assistant", "I am a sm"), CHAT[3]]
     text = " I am a sm" if family in ("llama-2", "vicuna") else "I am a sm"
     ids = template.opening(cut[:2]) + tokenizer(text, add_special_tokens=False)["input_ids"]
-    ids += template.separator(cut[:2], "assistant", False, cut[3])
+    ids += template.continuation(cut[:3], cut[3:], "assistant", None)
     assert tokenizer.decode(ids) == reference(tokenizer, templates[family], cut, asks=True)[0]
 
 
@@ -94,10 +94,10 @@ def test_headers_and_footers_give_the_ids_of_transformers(family, kind, tokenize
     _, expected = reference(tokenizer, templates[family], CHAT)
     ids = template.opening(CHAT[:2])
     ids = ids + up_to(expected, len(ids), end_id)
-    ids = ids + template.role_header(CHAT[:2], True)
+    ids = ids + template.continuation(CHAT[:3], (), "user", end_id)
     assert ids == expected[: len(ids)]
     ids = ids + up_to(expected, len(ids), end_id)
-    ids = ids + template.separator(CHAT[:3], "user", True)
+    ids = ids + template.continuation(CHAT[:4], (), "assistant", end_id)
     assert ids == expected[: len(ids)]
     assert tokenizer.decode(up_to(expected, len(ids), end_id)).strip().startswith("今天")
 
@@ -127,8 +127,8 @@ def test_a_recited_last_answer_ends_where_the_template_ends_others(tokenizer, te
 def test_a_template_that_forgets_thoughts_rewrites_history_only_there(tokenizer, templates):
     template = ChatTemplate(tokenizer, templates["forgetful"])
     thought = Message("assistant", "<think>\nThe moon?\n</think>\n\nHello.")
-    assert not template.rewrites_history(CHAT[:3], CHAT[3:4])
-    assert template.rewrites_history([*CHAT[:2], thought], [CHAT[3]])
+    assert template.continuation(CHAT[:3], CHAT[3:4], "assistant", None)
+    assert template.continuation([*CHAT[:2], thought], CHAT[3:4], "assistant", None) is None
 
 
 def test_a_thought_forgotten_two_turns_later_rewrites_history_then(tokenizer, templates):
@@ -136,8 +136,8 @@ def test_a_thought_forgotten_two_turns_later_rewrites_history_then(tokenizer, te
     template = ChatTemplate(tokenizer, templates["chatml"].replace("message['content']", late))
     texts = ["A", "Oh! B", "C", "D"]
     chat = [Message(("user", "assistant")[at % 2], text) for at, text in enumerate(texts)]
-    assert not template.rewrites_history(chat[:2], chat[2:3])
-    assert template.rewrites_history(chat, [Message("user", "E")])
+    assert template.continuation(chat[:2], chat[2:3], "assistant", None)
+    assert template.continuation(chat, [Message("user", "E")], "assistant", None) is None
 
 
 def test_a_message_that_holds_the_placeholder_changes_nothing(tokenizer, templates):
@@ -148,7 +148,7 @@ def test_a_message_that_holds_the_placeholder_changes_nothing(tokenizer, templat
         Message("user", "Placeholder"),
     ]
     ids = template.opening(odd[:1]) + template.recite(odd[:1], odd[1].content)
-    ids += template.separator(odd[:1], "assistant", True, odd[2])
+    ids += template.continuation(odd[:2], odd[2:], "assistant", *template.end_ids["assistant"])
     assert ids == reference(tokenizer, templates["chatml"], odd, asks=True)[1]
 
 

@@ -7,13 +7,15 @@ import shutil
 import sys
 
 import pytest
+from tokenizers import AddedToken
+from transformers import AutoConfig, AutoTokenizer
 
 from pipeline.config.load import validate
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.machine import SUBMITTED_JOB
 from pipeline.execution.placement import Resources
 from pipeline.run import checks
-from pipeline.run.checks import check_placements, check_plan, check_run, unread_settings
+from pipeline.run.checks import check_placements, check_plan, check_run, warnings
 from tests.flows.tiny import resolved, run_again
 
 HUB = {"target__model": "owner/model"}
@@ -113,11 +115,11 @@ def test_an_assistant_has_the_target_s_vocabulary(make_config, tmp_path, tiny_ta
 def test_keys_that_nothing_reads_are_warned_of(make_config, tmp_path):
     config = make_config(tmp_path)
     written = validate(config.model_dump(mode="json"), "run.yaml")  # which sets every key
-    assert unread_settings(resolved(config)) == unread_settings(resolved(written)) == []
+    assert warnings(resolved(config)) == warnings(resolved(written)) == []
     changes = {"train__backbone__lora_rank": 4, "train__backbone__lr": 1e-4}
-    (warning,) = unread_settings(resolved(make_config(tmp_path, **changes)))
+    (warning,) = warnings(resolved(make_config(tmp_path, **changes)))
     assert "train.backbone.lora_rank" in warning and "train.backbone.lr" in warning
-    assert unread_settings(resolved(make_config(tmp_path, **changes, **MEDUSA_2))) == []
+    assert warnings(resolved(make_config(tmp_path, **changes, **MEDUSA_2))) == []
 
 
 def test_a_submitted_job_keeps_nothing_in_its_uploaded_copy(make_config, tmp_path, monkeypatch):
@@ -211,6 +213,66 @@ def test_workers_without_gpus_read_a_target_on_the_cpu(
     seeds_answers = make_config(tmp_path, generate__mode="passthrough", generate__engine="vllm")
     checks.check_readers(resolved(seeds_answers))
     assert {engine for _, engine, _ in asked} == {"transformers", "native"}
+
+
+@pytest.mark.parametrize("key", ["target.model", "check.served_model", "check.assistant_model"])
+@pytest.mark.parametrize("extra", ["adapter_config.json", "model-00001-of-00002.safetensors"])
+def test_weights_that_only_some_libraries_read_are_refused(
+    make_config, tmp_path, tiny_target, key, extra
+):
+    """transformers applies an adapter beside the weights; vLLM reads every safetensors file."""
+    copy = shutil.copytree(tiny_target, tmp_path / "copy")
+    (copy / extra).write_text("{}")
+    changes = {key.replace(".", "__"): str(copy)}
+    if key == "check.assistant_model":
+        changes["check__baselines"] = ["assistant"]
+    config = make_config(tmp_path, **changes)
+    for check in (check_plan, check_run):
+        with pytest.raises(ConfigError, match=rf"Move {extra} .*{key}|{key}.*Move {extra}"):
+            check(resolved(config))
+
+
+def saved_with_tokens(target, directory, *tokens, **settings):
+    """Copy a target to a directory, with these tokens added to its tokenizer alone."""
+    shutil.copytree(target, directory)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    room = AutoConfig.from_pretrained(target).vocab_size - len(tokenizer)
+    fillers = [AddedToken(f"<|filler {number}|>", special=True) for number in range(room)]
+    added = [AddedToken(token, **settings) for token in tokens]
+    tokenizer.add_tokens([*fillers, *added])
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_prompt_s_token_without_an_embedding_is_refused(
+    make_config, tmp_path, tiny_target, special
+):
+    """A special one only if the template writes it: in a message's text it is no token."""
+    tokens = ("<|unused|>", "<|turn|>")
+    tokenizer = saved_with_tokens(tiny_target, tmp_path / "wide", *tokens, special=special)
+    wide = {"target__model": str(tmp_path / "wide")}
+    template = tokenizer.chat_template
+    for text, named in ((template, not special), ("<|turn|>" + template, True)):
+        run = resolved(make_config(tmp_path, **wide, target__chat_template=text))
+        if not named:
+            assert check_plan(run) == []
+            continue
+        token = "turn" if special else "unused"
+        for check in (check_plan, check_run):
+            with pytest.raises(ConfigError, match=rf"<\|{token}\|>.*300.*target\.model"):
+                check(run)
+
+
+def test_two_different_ends_are_both_named(make_config, tmp_path, tiny_target):
+    assert warnings(resolved(make_config(tmp_path))) == []
+    copy = shutil.copytree(tiny_target, tmp_path / "copy")
+    tokenizer = AutoTokenizer.from_pretrained(copy)
+    other = tokenizer.convert_ids_to_tokens(7)
+    path = copy / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 7}))
+    (warning,) = warnings(resolved(make_config(tmp_path, target__model=str(copy))))
+    assert other in warning and tokenizer.eos_token in warning
 
 
 @pytest.mark.parametrize("key", ["check__served_model", "target__model"])

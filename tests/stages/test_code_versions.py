@@ -21,7 +21,7 @@ from tests.flows.tiny import latest, run_again, stored
 
 GOLDEN = {
     "seeds": (8, "eaf61e0771c4b5ca"),
-    "generate": (6, "fb9877c8f5dffdd6"),
+    "generate": (7, "fb9877c8f5dffdd6"),
     "features": (3, "63756a3119aa5866"),
 }
 
