@@ -95,7 +95,6 @@ class RowBuilder:
         span = Span(len(self.ids), len(self.ids) + len(ids), message.role)
         return replace(builder, spans=(*self.spans, span), finish=(*self.finish, finish))
 
-
     def finished(self, row_id: str, parent_id: str) -> GeneratedRow:
         """Return the finished training row."""
         return GeneratedRow(

@@ -106,7 +106,9 @@ def save_target(
         dtype="float32",
     )
     model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=[1, *range(100, 108)])
+    with torch.no_grad():
+        model.lm_head.weight[1] *= 1.7  # random text ends with </s> after some 20 tokens
+    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=[1])
     model.save_pretrained(directory)
     return directory
 

@@ -100,7 +100,7 @@ def test_auto_takes_several_samples_of_few_prompts(settings, prompts, samples):
 
 def test_spans_are_what_was_sampled(finished_run):
     """An ended answer holds its end of turn."""
-    stops, finishes = {1, *range(100, 108)}, set()
+    stops, finishes = {1}, set()
     for row in stored(finished_run.latest("generate")):
         roles = [message["role"] for message in row["messages"]]
         assert len(row["finish"]) == len(row["spans"]) == roles.count("assistant")
