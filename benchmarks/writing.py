@@ -45,7 +45,8 @@ def measure(*, tiny: bool = False) -> Result:
     megabytes = sum(map(num_positions, made)) * states.computed_bytes / 1e6
     clock, sizes = [], []
     with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "00000.parquet"
+        path = Path(place) / "shards" / "00000.parquet"
+        path.parent.mkdir()
         waiting = WaitingMemory(2)  # shared by all rounds, as by a worker's shards
 
         def write() -> float:

@@ -16,7 +16,6 @@ from pipeline.export.hub import heads_upload, send_all
 from tests.export.hub_stand_in import TOKEN, Repository
 from tests.export.pushes import (
     EXPORTED,
-    PASSED,
     backbone_of,
     backbone_to,
     export_to,
@@ -28,7 +27,6 @@ from tests.export.pushes import (
 )
 
 WEIGHTS = "medusa_lm_head.safetensors"
-CHECK = PASSED["check"]
 
 
 def only_repository(hub):
