@@ -20,7 +20,8 @@ def sweep(tmp_path, finished_run, make_config):
     places = {name: tmp_path / name for name in ("whole", "stopped", "asked-less")}
     for place in places.values():
         shutil.copytree(finished_run.path, place, symlinks=True)
-    run_again(make_config(tmp_path, run__name="stopped", train__num_heads=2), until="calibrate")
+    two = {"train__num_heads": 2, "calibrate__draft_tokens": 2}
+    run_again(make_config(tmp_path, run__name="stopped", **two), until="calibrate")
     run_again(make_config(tmp_path, run__name="asked-less", check__prompts=6))
     return places
 
@@ -41,6 +42,9 @@ def test_runs_stand_side_by_side(command, sweep, finished_run):
     assert rows["check"] == ["passed", "not run", "passed"]
     heads = (latest(finished_run, "export").path / "medusa_lm_head.safetensors").stat().st_size
     assert rows["exported heads"] == [f"{heads / 1e6:.1f} MB", "-", f"{heads / 1e6:.1f} MB"]
+    assert rows["draft tokens of its own chain"] == ["3", "2", "3"]
+    assert len(rows["expected, equal chain (2)"]) == 3
+    assert any(name.startswith("expected, equal tree") for name in rows)
     assert len(rows["training"]) == len(rows["expected, its own tree"]) == 3
     assert "stopped is unfinished: export, check." in ended.out
     assert "whole is unfinished" not in ended.out
