@@ -109,9 +109,10 @@ def main(directory: str) -> None:
 def environment(sockets: str) -> dict[str, str]:
     """Return environment variables for a process that imports the same packages as this one.
 
-    `sockets` is the directory of vLLM's sockets, unless this process already has one.
+    `sockets` is the directory of vLLM's sockets, unless this process already has one. vLLM reports
+    no usage, unless this process asks for it.
     """
-    own = {"VLLM_RPC_BASE_PATH": sockets}
+    own = {"VLLM_RPC_BASE_PATH": sockets, "VLLM_NO_USAGE_STATS": "1"}
     return {**own, **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 

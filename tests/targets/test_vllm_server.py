@@ -36,6 +36,7 @@ STAND_IN = """#!{python}
 import http.server, os, sys
 arguments = sys.argv
 assert os.path.basename(os.environ["VLLM_RPC_BASE_PATH"]).startswith("vllm-")
+assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
 if "--speculative-config" not in arguments:
     sys.exit("a line before\\nno drafts")
 class Healthy(http.server.BaseHTTPRequestHandler):
@@ -57,6 +58,7 @@ def stand_in(tmp_path, monkeypatch):
     program.chmod(0o700)
     monkeypatch.setattr(vllm_server, "sys", SimpleNamespace(executable=str(program)))
     monkeypatch.setattr(vllm_server, "STOPS_WITHIN", 0.2)
+    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
 
 
 @pytest.mark.usefixtures("stand_in")
