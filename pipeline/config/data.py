@@ -285,7 +285,7 @@ class GenerateConfig(Section):
         """Return the number of answers to each of `num_prompts` training prompts.
 
         `auto` depends only on the settings and this number, so that every resume agrees. The
-        evidence is in docs/recipes-compared.md.
+        evidence is in docs/which-heads.md.
         """
         if self.samples != "auto":
             return self.samples

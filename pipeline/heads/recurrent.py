@@ -74,8 +74,8 @@ class RecurrentHeads(Heads):
     version = 2
     title = "Recurrent heads"
     units = "draft steps in training"
-    lr_scale = 0.75  # measured: docs/recipes-compared.md
-    batch_scale = 0.25  # measured: docs/recipes-compared.md
+    lr_scale = 0.75  # measured: benchmarks/results/learning-rates.csv
+    batch_scale = 0.25  # measured: benchmarks/results/passes.csv
     vllm_method = "eagle"
     saves_memory = ("a smaller train.recurrent.intermediate_size",)
     card_about = """\

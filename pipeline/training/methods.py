@@ -128,7 +128,7 @@ class HeadsAndBackbone(Method):
     sections = ("backbone",)
     advice = (
         "Where both were measured, medusa-2 accepted hardly more than medusa-1 after as many passes"
-        " over the same text, and trained several times as long (docs/recipes-compared.md). Try"
+        " over the same text, and trained several times as long (docs/which-heads.md). Try"
         " train.method: medusa-1 first."
     )
 

@@ -1,6 +1,6 @@
 """Training recipe: resolves `auto` for epochs, learning rate, batch size and warmup.
 
-The rule, with its evidence in docs/recipes-and-methods.md and `python -m benchmarks.run recipe`:
+The rule, with its evidence in docs/training.md and `python -m benchmarks.run recipe`:
 
 - Epochs: as many as read ENOUGH_POSITIONS, at least the paper's 2 and at most MAX_EPOCHS. From 4
   million positions on it is 2. For Medusa-2, whose epochs cost several times as much, at most

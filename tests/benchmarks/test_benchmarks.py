@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.arithmetic import backbone_flops, training_flops
 from benchmarks.claims import Claim, Result, rates, ratio, speed_ratio
-from benchmarks.results import write_result, write_table
+from benchmarks.results import write_index, write_result
 from benchmarks.run import BENCHMARKS
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
@@ -86,19 +86,21 @@ def test_a_ratio_is_of_medians_and_its_spread_of_rounds():
     assert Claim("size", 1.03, aim=1.02, at_most=True).met is False
 
 
-def test_the_table_reads_the_files_and_names_missing_ones(tmp_path):
-    claim = Claim("a claim", 0.5, aim=0.85, sides={"a side, tokens/s": 1234.5})
-    write_result(tmp_path, "one", Result([claim], {}, ["another"]), seconds=1.0, peak_memory_gb=0.5)
+def test_the_index_lists_the_files_the_missed_aims_and_what_is_not_measured(tmp_path):
+    (tmp_path / "README.md").write_text("before\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
+    claims = [Claim("a claim", 0.5, aim=0.85), Claim("another", 2.0, aim=1.0)]
+    write_result(tmp_path, "one", Result(claims, {}, ["a third"]), 1.0, peak_memory_gb=0.5)
     chat = Result([Claim("a figure", 12.0, unit="MB/s")])
     write_result(tmp_path, "one-chat", chat, seconds=1.0, peak_memory_gb=0.5)
-    write_table(tmp_path, {"one": "never read", "two": "needs a GPU"})
+    write_index(tmp_path, {"one": "speed", "two": "needs a GPU"})
     lines = (tmp_path / "README.md").read_text().splitlines()
-    assert [line for line in lines if line.startswith(("| one", "| two"))][:4] == [
-        "| one | a claim | 0.500× | ≥ 0.85× | **no** | a side, tokens/s: 1,234 |",
-        "| one | another | not measured | | | |",
-        "| one-chat | a figure | 12.0 MB/s |  |  |  |",
-        "| two | needs a GPU | not measured | | | |",
+    assert (lines[0], lines[-1]) == ("before", "after") and "old" not in lines
+    assert [line.split(" | ")[:3] for line in lines[4:7]] == [
+        ["| [one.json](one.json)", "speed", "1 of 2; not measured: a third"],
+        ["| [one-chat.json](one-chat.json)", "speed", "no aim"],
+        ["| –", "needs a GPU", "not measured"],
     ]
+    assert "| one | a claim | 0.500× | ≥ 0.85× |" in lines
 
 
 def test_the_backbones_operations_are_those_that_torch_counts():
