@@ -101,7 +101,9 @@ def write_features(
     ):
         for index, hidden_TD in enumerate(hidden):
             features.put(index, hidden_TD)
-        return int(features.commit("features", None).result().stats["positions"])
+        positions = features.finish()
+        writer.commit("features", None)
+        return positions
 
 
 def features_tasks(directory: Path, shards: Iterable[Sequence[Row]]) -> list[ShardTask]:

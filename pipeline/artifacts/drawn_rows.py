@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -41,8 +40,7 @@ def draw_rows(
     """Draw up to `number` rows of a split fairly, at most one per conversation.
 
     The share of each source, and of each category in it, is its share of the conversations in
-    `rows`. A conversation may have a row per turn; a hash chooses among those that fit. At most
-    2 `number` rows of a stratum are held in memory at a time.
+    `rows`. A conversation may have a row per turn; a hash chooses among those that fit.
 
     Args:
         rows: Rows of the generate stage, of all splits.
@@ -53,7 +51,7 @@ def draw_rows(
     conversations: set[str] = set()
     held_out: set[str] = set()
     fitting: dict[str, Stratum] = {}
-    kept: defaultdict[Stratum, dict[str, TokenRow]] = defaultdict(dict)
+    kept: dict[str, TokenRow] = {}
     for row in rows:
         name = row.parent_id
         stratum = (name.rpartition(":")[0], categories.get(name))
@@ -65,7 +63,9 @@ def draw_rows(
         held_out.add(name)
         if fitting_answers(row, room):
             fitting[name] = stratum
-            kept[stratum] = _with_row(kept[stratum], row, number)
+            if name not in kept or id_hash(row.id) < id_hash(kept[name].id):
+                # A copy of the ids, since a view would keep those of a whole row group in memory.
+                kept[name] = replace(row, input_ids=row.input_ids.copy())
     chosen = fair_order(fitting, sizes)[:number]
     num_fitting = Counter(fitting.values())
     num_drawn = Counter(fitting[name] for name in chosen)
@@ -81,21 +81,10 @@ def draw_rows(
                 prompts=num_drawn[stratum],
             )
         )
-    drawn = [kept[fitting[name]][name] for name in chosen]
+    drawn = [kept[name] for name in chosen]
     return DrawnRows(drawn, len(held_out) - len(fitting), sources)
 
 
 def fitting_answers(row: TokenRow, room: int) -> list[Span]:
     """Return the assistant's spans in a row whose prompts have at most `room` tokens."""
     return [span for span in row.spans if span.role == "assistant" and span.start <= room]
-
-
-def _with_row(kept: dict[str, TokenRow], row: TokenRow, number: int) -> dict[str, TokenRow]:
-    """Add a row to those of its stratum, by conversation; drop those that cannot be drawn."""
-    other = kept.get(row.parent_id, row)
-    # A copy of the ids, since a view would keep those of a whole row group in memory.
-    copied = replace(row, input_ids=row.input_ids.copy())
-    kept[row.parent_id] = min(copied, other, key=lambda each: id_hash(each.id))
-    if len(kept) <= 2 * number:
-        return kept
-    return {name: kept[name] for name in heapq.nsmallest(number, kept, key=id_hash)}

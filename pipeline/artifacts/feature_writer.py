@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -28,7 +27,6 @@ from pipeline.artifacts.generated_rows import SPANS, TokenRow
 from pipeline.artifacts.quantized_states import quantize
 from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.conversations.spans import feature_positions
-from pipeline.storage.receipts import Receipt
 from pipeline.storage.shards import ShardWriter
 
 ROW_GROUP_BYTES = 64 * 1024**2  # of states; a reader holds one group at a time
@@ -90,7 +88,7 @@ class WaitingGroup:
     def write(self, writer: ShardWriter) -> int:
         """Write the rows with finite states as a row group, and return its number of positions.
 
-        The other rows are rejected. To store 8 bits, the group's buffer is overwritten.
+        The other rows are rejected.
         """
         rows, states = [], [self.hidden_ND[:0]]
         for row, (start, stop) in zip(self.rows, itertools.pairwise(self.edges), strict=True):
@@ -107,23 +105,8 @@ class WaitingGroup:
         if len(rows) < len(self.rows):
             hidden_ND = torch.cat(states)
         if rows:
-            writer.write_batch(self._record_batch(rows, hidden_ND))
+            writer.write_batch(feature_batch(rows, hidden_ND, self.states))
         return len(hidden_ND)
-
-    def _record_batch(self, rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch:
-        """Return rows with their states as a record batch, in the stored precision.
-
-        States of 8 bits are written over the start of the group's buffer.
-        """
-        if self.states.precision == "native":
-            return feature_batch(rows, hidden_ND)
-        stored_ND = (
-            self.memory[: hidden_ND.numel()].view(self.states.stored_dtype).view(hidden_ND.shape)
-        )
-        scales_N = quantize(hidden_ND, stored_ND)
-        edges = pa.array(row_edges(rows), pa.int32())
-        scales = pa.ListArray.from_arrays(edges, pa.array(scales_N.numpy()))
-        return feature_batch(rows, stored_ND).append_column(SCALES, scales)
 
 
 def num_positions(row: TokenRow) -> int:
@@ -152,9 +135,15 @@ def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[Token
     return groups
 
 
-def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch:
-    """Return rows with their states as a record batch of `FEATURES`; states are not copied."""
-    ends = np.asarray(row_edges(rows), np.int64) * hidden_ND.shape[1] * hidden_ND.itemsize
+def feature_batch(
+    rows: Sequence[TokenRow], hidden_ND: Tensor, states: StateFormat
+) -> pa.RecordBatch:
+    """Return rows with their states [N, D] as a record batch, in the stored precision."""
+    edges = row_edges(rows)
+    scales_N = None
+    if states.precision != "native":
+        hidden_ND, scales_N = quantize(hidden_ND)
+    ends = np.asarray(edges, np.int64) * hidden_ND.shape[1] * hidden_ND.itemsize
     data = pa.py_buffer(hidden_ND.view(torch.uint8).numpy())
     buffers = [None, pa.py_buffer(ends), data]
     input_ids = []
@@ -173,7 +162,11 @@ def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor) -> pa.RecordBatch
         "positions": _list_column(positions),
         "hidden": pa.Array.from_buffers(pa.large_binary(), len(rows), buffers),
     }
-    return pa.RecordBatch.from_pydict(columns, schema=FEATURES)
+    batch = pa.RecordBatch.from_pydict(columns, schema=FEATURES)
+    if scales_N is None:
+        return batch
+    scales = pa.ListArray.from_arrays(pa.array(edges, pa.int32()), pa.array(scales_N.numpy()))
+    return batch.append_column(SCALES, scales)
 
 
 def _list_column(values: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
@@ -185,8 +178,7 @@ def _list_column(values: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
 class FeatureWriter:
     """Context manager that writes a feature shard in a thread, while later states are computed.
 
-    Exit it before the context of the shard writer. To keep the shard, first wait for the future
-    that `commit` returns.
+    Exit it before the context of the shard writer. To keep the shard, call `finish` first.
 
     Args:
         writer: The open writer of the shard, which only this object uses.
@@ -243,33 +235,15 @@ class FeatureWriter:
         if self._failed:
             raise self._failed
 
-    def commit(
-        self,
-        stage: str,
-        ids_in: Sequence[str] | None,
-        num_tokens: int = 0,
-        started: float = 0.0,
-    ) -> Future[Receipt]:
-        """Commit the shard in the thread, after its row groups; return a future of the receipt.
-
-        Args:
-            ids_in: As in `ShardWriter.commit`.
-            num_tokens: The number of tokens of all rows, for the receipt.
-            started: The worker's `time.monotonic()` when it began the shard.
+    def finish(self) -> int:
+        """Wait until all row groups are written, and return the shard's number of positions.
 
         Raises:
             AssertionError: Some rows have no states yet.
+            EnvironmentFault: Writing has failed, for example on a full disk.
         """
-        lacking = f"{len(self._groups)} row groups of {stage} lack states"
-        assert len(self._writing) == len(self._rows), lacking
-
-        def finish() -> Receipt:
-            """Commit the shard, and state its number of positions in the receipt."""
-            positions = sum(writing.result() for writing in self._writing)
-            stats = {"positions": float(positions), "tokens": float(num_tokens)}
-            return self._writer.commit(stage, ids_in, stats, time.monotonic() - started)
-
-        return self._thread.submit(finish)
+        assert len(self._writing) == len(self._rows), "a row group lacks states"
+        return sum(writing.result() for writing in self._writing)
 
     def _write_group(self, group: WaitingGroup) -> int:
         """Write a row group and return its number of positions; after a failure only return 0."""

@@ -22,11 +22,9 @@ SMALLEST_STATE = 1e-30  # lower bound of a state's largest number, so that no fl
 PIECE = 1 << 18  # numbers to convert at once, few enough to stay in a core's cache
 
 
-def quantize(hidden_ND: Tensor, stored_ND: Tensor) -> Tensor:
-    """Quantize states [N, D] into `stored_ND`; return one scale per state [N], in float32.
-
-    `stored_ND` has the dtype STORED_DTYPE. It may share the start of the states' memory.
-    """
+def quantize(hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize states [N, D] to the dtype STORED_DTYPE, with one float32 scale per state [N]."""
+    stored_ND = torch.empty(hidden_ND.shape, dtype=STORED_DTYPE)
     scales_N = torch.empty(len(hidden_ND))
     rows = max(1, PIECE // hidden_ND.shape[1])
     for start in range(0, len(hidden_ND), rows):
@@ -34,8 +32,8 @@ def quantize(hidden_ND: Tensor, stored_ND: Tensor) -> Tensor:
         largest_N = piece_ND.abs().amax(dim=1).clamp_min(SMALLEST_STATE)
         scales_N[start : start + rows] = largest_N / LARGEST
         piece_ND.mul_((LARGEST / largest_N)[:, None])
-        stored_ND[start : start + rows] = piece_ND.to(stored_ND.dtype)
-    return scales_N
+        stored_ND[start : start + rows] = piece_ND.to(STORED_DTYPE)
+    return stored_ND, scales_N
 
 
 def dequantize(

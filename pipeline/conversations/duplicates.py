@@ -1,4 +1,4 @@
-"""Filters of duplicate seeds and samples, near-duplicates, and seeds with check questions."""
+"""Filters of duplicate seeds and samples, and of seeds with check questions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pipeline.conversations.conversation import (
     Conversation,
@@ -21,14 +21,10 @@ from pipeline.conversations.conversation import (
 )
 from pipeline.conversations.row_builder import GeneratedRow
 
-Nearness = Literal["keep", "quarantine", "minhash"]
+Nearness = Literal["keep", "quarantine"]
 Words = tuple[str, ...]
 TokenIds = tuple[str, tuple[tuple[int, ...], ...]]  # a seed's id, and the token ids of its rows
 
-LEAST_SIMILARITY = 0.8  # of near-duplicates with minhash
-NUM_PERMUTATIONS = 128
-NUM_BANDS = 32  # a pair of similarity 0.6 shares at least one band with a probability of 0.99
-SHINGLE_WORDS = 3
 ANCHOR_WORDS = 5  # number of a question's first words by which it is found
 FEWEST_WORDS = 8  # a shorter question must be a whole message
 WORDS = re.compile(
@@ -45,9 +41,8 @@ class Deduplicator:
 
     Args:
         mode, rounds: The messages that generation reads, see `Conversation.read_by`.
-        near: The near-duplicates to reject. keep: none; quarantine: conversations that differ only
-            in case, punctuation and white space; minhash: also conversations with similar sets of
-            three-word shingles.
+        near: Whether conversations that differ only in case, punctuation and white space are
+            duplicates too (quarantine) or not (keep).
     """
 
     mode: Mode
@@ -56,16 +51,14 @@ class Deduplicator:
 
     def __post_init__(self) -> None:
         self._first_seen: dict[bytes, str] = {}
-        self._similar = SimilarTexts() if self.near == "minhash" else None
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
         """Return the conversation, or a `RejectedRow` if it duplicates an earlier one.
 
         A conversation that is returned is remembered for the comparison with later ones.
         """
-        read = conversation.read_by(self.mode, self.rounds)
         texts = []
-        for message in read:
+        for message in conversation.read_by(self.mode, self.rounds):
             content = message.content
             if self.near != "keep":
                 content = normalize_text(content)
@@ -74,51 +67,7 @@ class Deduplicator:
         first = self._first_seen.setdefault(digest, conversation.id)
         if first != conversation.id:
             return _rejected_seed(conversation, Reason.DUPLICATE, f"The same as {first}.")
-        if self._similar is not None:
-            # Not the system prompt: it recurs in conversations that are not duplicates.
-            said = [turn.content for turn in read if turn.role in ("user", "assistant")]
-            found = self._similar.first(conversation.id, said)
-            if found is not None:
-                detail = f"Similar to {found[0]}: about {found[1]:.2f}."
-                return _rejected_seed(conversation, Reason.DUPLICATE, detail)
         return conversation
-
-
-class SimilarTexts:
-    """Index of conversations by the MinHash of their three-word shingles (Broder 1997).
-
-    Conversations to compare are found by locality-sensitive hashing. With 128 permutations the
-    estimated similarity has a standard error of at most 0.045. A conversation takes about 1 KB of
-    memory.
-    """
-
-    def __init__(self) -> None:
-        from rensa import RMinHashLSH  # only where it is asked for
-
-        self._index = RMinHashLSH(
-            threshold=LEAST_SIMILARITY, num_perm=NUM_PERMUTATIONS, num_bands=NUM_BANDS
-        )
-        self._texts: list[tuple[str, Any]] = []  # id and MinHash
-
-    def first(self, id: str, texts: Sequence[str]) -> tuple[str, float] | None:
-        """Find the earliest conversation with similar texts; if there is none, add this one.
-
-        Returns:
-            The id of the similar conversation and the estimated similarity, or None if this
-            conversation was added to the index.
-        """
-        from rensa import RMinHash
-
-        hashed = RMinHash(num_perm=NUM_PERMUTATIONS, seed=0)
-        hashed.update(sorted(shingles(texts)))
-        for number in sorted(self._index.query(hashed)):
-            earlier, other = self._texts[number]
-            similarity = hashed.jaccard(other)
-            if similarity >= LEAST_SIMILARITY:
-                return earlier, similarity
-        self._index.insert(len(self._texts), hashed)
-        self._texts.append((id, hashed))
-        return None
 
 
 class CheckQuestions:
@@ -187,13 +136,3 @@ def normalize_text(text: str) -> str:
 def words_of(text: str) -> Words:
     """Split a text into lower-case words; each Chinese, Japanese or Korean character is a word."""
     return tuple(WORDS.findall(unicodedata.normalize("NFKC", text).casefold()))
-
-
-def shingles(texts: Iterable[str]) -> set[str]:
-    """Return the set of all three-word shingles of texts; a text of fewer words is one shingle."""
-    found = set()
-    for text in texts:
-        words = words_of(text) or (text,)
-        for start in range(max(1, len(words) - SHINGLE_WORDS + 1)):
-            found.add(" ".join(words[start : start + SHINGLE_WORDS]))
-    return found

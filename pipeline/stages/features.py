@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from concurrent.futures import Future
 
 from pipeline.artifacts.feature_rows import StateFormat
 from pipeline.artifacts.feature_writer import FeatureWriter, WaitingMemory
@@ -45,8 +44,7 @@ FIGURES = {
 class Worker:
     """Worker of the features stage: turns a shard of generated rows into a feature shard.
 
-    A thread writes rows while later ones are computed. The states of the next shard are computed
-    while this one is committed.
+    A thread writes rows while later ones are computed.
     """
 
     def __init__(
@@ -57,107 +55,41 @@ class Worker:
         progress: ShardProgress | None = None,
         split: str | None = None,
     ):
-        self.settings, self.split, self.progress = settings, split, progress or ShardProgress()
+        self.split, self.progress = split, progress or ShardProgress()
         self.engine = make_feature_engine(
             settings.engine, target, settings.tokens_per_batch, settings.engine_args, gpus
         )
         self.states = StateFormat(self.engine.dtype, self.engine.hidden_size, settings.precision)
         self.waiting = WaitingMemory()
-        self._upcoming: ShardTask | None = None  # the shard of the next call
-        self._ahead: ShardInProgress | None = None  # begun while the last one was committed
-
-    def expect(self, upcoming: ShardTask | None) -> None:
-        """Announce the task that will follow the next call's task; None if there is none.
-
-        The states of that task are computed while the next call commits its shard.
-        """
-        self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:
         started = time.monotonic()
-        shard, self._ahead = self._ahead, None
-        if shard is not None and shard.task != task:
-            shard.close()
-            shard = None
-        if shard is None:
-            shard = ShardInProgress(self, task)
-        with contextlib.closing(shard):
-            while shard.advance():
-                pass
-            committing = shard.commit(started)
-            if self._upcoming is not None:
-                self._compute_ahead(self._upcoming, committing)
-            return committing.result()
-
-    def _compute_ahead(self, task: ShardTask, committing: Future[Receipt]) -> None:
-        """Compute states of the next task's shard until `committing` is done.
-
-        Errors are suppressed: the shard is begun again in its turn, and the error is raised then.
-        """
-        with contextlib.suppress(Exception), contextlib.ExitStack() as undo:
-            ahead = undo.enter_context(contextlib.closing(ShardInProgress(self, task)))
-            while not committing.done() and ahead.advance():
-                pass
-            undo.pop_all()
-            self._ahead = ahead
-
-    def close(self) -> None:
-        """Close the shard that is computed ahead, if any, and the engine."""
-        if self._ahead is not None:
-            self._ahead.close()
-        self.engine.close()
-
-
-class ShardInProgress:
-    """A feature shard that is computed row by row while a thread writes it."""
-
-    def __init__(self, worker: Worker, task: ShardTask):
-        self.task = task
-        self._progress = worker.progress
-        self._progress.begin(task)
+        self.progress.begin(task)
         rows = [TokenRow.of(row) for row in task_rows(task, TOKEN_COLUMNS)]
-        if worker.split is not None:
-            rows = [row for row in rows if row.split == worker.split]
-        self._rows = rows
-        self._num_tokens = sum(len(row.input_ids) for row in rows)
-        self._num_computed = self._tokens_computed = 0
-        states = worker.states
-        with contextlib.ExitStack() as opened:
-            writer = opened.enter_context(ShardWriter(task, states.schema, footer=states.footer))
-            self._features = opened.enter_context(
-                FeatureWriter(writer, rows, states, worker.waiting)
-            )
-            self._computed = worker.engine.stream(row.input_ids.tolist() for row in rows)
+        if self.split is not None:
+            rows = [row for row in rows if row.split == self.split]
+        num_tokens = sum(len(row.input_ids) for row in rows)
+        tokens_computed = 0
+        states = self.states
+        with (
+            ShardWriter(task, states.schema, footer=states.footer) as writer,
+            FeatureWriter(writer, rows, states, self.waiting) as features,
             # An open stream would go on computing rows of an abandoned shard.
-            opened.callback(self._computed.close)
-            self._opened = opened.pop_all()
-
-    def advance(self) -> bool:
-        """Compute the next row's states and pass them to the writer.
-
-        Return False if no row is left.
-        """
-        for index, hidden_TD in self._computed:
-            self._features.put(index, hidden_TD)
-            self._num_computed += 1
-            self._tokens_computed += len(self._rows[index].input_ids)
-            left = self._num_tokens - self._tokens_computed
-            self._progress.update(self.task, self._num_computed, self._tokens_computed, left)
-            return True
-        return False
-
-    def commit(self, started: float) -> Future[Receipt]:
-        """Commit the shard in the writer's thread; return a future of the receipt.
-
-        All rows must have been computed. `started` is the `time.monotonic()` at which the worker
-        began the shard.
-        """
-        ids_in = [row.id for row in self._rows]
-        return self._features.commit(NAME, ids_in, self._num_tokens, started)
+            contextlib.closing(
+                self.engine.stream(row.input_ids.tolist() for row in rows)
+            ) as computed,
+        ):
+            for number, (index, hidden_TD) in enumerate(computed, start=1):
+                features.put(index, hidden_TD)
+                tokens_computed += len(rows[index].input_ids)
+                self.progress.update(task, number, tokens_computed, num_tokens - tokens_computed)
+            stats = {"positions": float(features.finish()), "tokens": float(num_tokens)}
+            ids_in = [row.id for row in rows]
+            return writer.commit(NAME, ids_in, stats, time.monotonic() - started)
 
     def close(self) -> None:
-        """Close the engine's stream and the writer; an uncommitted temporary file is deleted."""
-        self._opened.close()
+        """Close the engine."""
+        self.engine.close()
 
 
 def identity(context: Context, *, tuned: bool = False) -> Identity:

@@ -57,7 +57,8 @@ def shard(path, rows, order, max_waiting=MAX_WAITING_GROUPS):
     ):
         for number in order:
             features.put(number, states_of(number, rows[number]))
-        return features.commit("features", [row.id for row in rows]).result()
+        features.finish()
+        return writer.commit("features", [row.id for row in rows])
 
 
 @settings(max_examples=25, deadline=None)

@@ -1,4 +1,4 @@
-"""Duplicates, near-duplicates by MinHash, the check's questions, and mixtures by weight."""
+"""Duplicates, near-duplicates, the check's questions, and mixtures by weight."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def test_the_same_messages_are_a_duplicate_across_sources():
 
 
 SKY = "Why is the sky blue and the sun so red when the day comes to its end"
-CHINESE = "请告诉我明天在巴黎天气怎么样我要不要带一把雨伞出门"
 
 
 @pytest.mark.parametrize(
@@ -51,19 +50,13 @@ CHINESE = "请告诉我明天在巴黎天气怎么样我要不要带一把雨伞
         ("keep", SKY, SKY.upper() + "!", False),
         ("quarantine", SKY, SKY.upper() + "!", True),
         ("quarantine", SKY, SKY + " indeed", False),
-        ("minhash", SKY, SKY + " indeed", True),
-        ("minhash", SKY, SKY.replace("the", "a"), False),
-        ("minhash", CHINESE, CHINESE + "呢", True),
-        ("minhash", CHINESE, "从前有一只猫它住在一座高高的山上每天都看月亮", False),
     ],
 )
 def test_nearness_decides_which_prompts_are_the_same(near, first, second, rejected):
-    """A system prompt that recurs makes no two prompts similar."""
     seen = Deduplicator("replay", near=near)
-    system = Message("system", " ".join(WORDS))
-    earlier = Conversation("a:0", (system, Message("user", first)))
+    earlier = asks(first, "a:0")
     assert seen.check(earlier) is earlier
-    outcome = seen.check(Conversation("a:1", (system, Message("user", second))))
+    outcome = seen.check(asks(second, "a:1"))
     assert isinstance(outcome, RejectedRow) == rejected
     assert not rejected or (outcome.reason is Reason.DUPLICATE and "a:0" in outcome.detail)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.artifacts import feature_writer
+from pipeline.errors import EnvironmentFault
 from pipeline.stages import features as features_stage
 from pipeline.storage.shards import open_shard
 from pipeline.storage.stage_directory import StageDirectory
@@ -98,6 +101,28 @@ def test_a_row_with_states_that_are_not_finite_is_quarantined(
     assert (stage.summary["quarantined"], stage.summary["positions"]) == (2, positions)
     with open_shard(stage.shards()[0]) as shard:
         assert shard.num_row_groups > 1
+
+
+def test_an_abandoned_shard_ends_its_stream(copied_run, make_config, tmp_path, monkeypatch):
+    """An engine would go on with its rows among those of the next shard."""
+    make, ended = features_stage.make_feature_engine, []
+
+    class Watched(NotFinite):
+        def stream(self, rows):
+            try:
+                yield from self.engine.stream(rows)
+            finally:
+                ended.append(True)
+
+    def full(*_):
+        raise EnvironmentFault("The disk is full.")
+
+    engine = functools.partial(Watched, bad={})
+    monkeypatch.setattr(features_stage, "make_feature_engine", lambda *given: engine(make(*given)))
+    monkeypatch.setattr(features_stage.FeatureWriter, "put", full)
+    with pytest.raises(EnvironmentFault, match="disk is full"):
+        run_again(make_config(tmp_path), fresh="features", until="features")
+    assert ended and not list(tmp_path.rglob("*.parquet.*"))
 
 
 def test_a_tuned_backbone_s_states_are_named_by_its_content(make_config, tmp_path):
