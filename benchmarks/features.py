@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter
 
@@ -97,8 +96,7 @@ def record_batches(worker: Worker, tasks: Sequence[ShardTask]) -> list[torch.Ten
 def stage_seconds(worker: Worker, tasks: Sequence[ShardTask]) -> float:
     """Return the seconds of the whole features worker, shard after shard."""
     started = perf_counter()
-    for task, upcoming in zip_longest(tasks, tasks[1:]):
-        worker.expect(upcoming)
+    for task in tasks:
         worker(task)
     return perf_counter() - started
 

@@ -1,7 +1,7 @@
 """Run a stage's worker on a shard, and find rows that crash the worker.
 
-A worker is a plain class: its constructor loads the model, its call takes a `ShardTask`, commits
-the shard itself and returns the receipt. It does not depend on Ray.
+A worker is a plain class: its constructor loads the model, its call takes a `ShardTask` and the
+next one, commits the shard itself and returns the receipt. It does not depend on Ray.
 
 A shard that ended its worker's process several times is tried once more by itself, then bisected
 down to single rows (`find_crashing_rows`). A row is quarantined only after it has killed its worker
@@ -25,9 +25,9 @@ from pipeline.storage.receipts import Receipt
 from pipeline.storage.shards import ShardTask, read_rows
 from pipeline.storage.stage_directory import StageDirectory
 
-# Commits a shard. If the worker has `expect(task | None)`, `expect` is called first with the next
-# shard's task.
-ShardWorker: TypeAlias = Callable[[ShardTask], Receipt]
+# Commits the shard of its first task. The second task is the worker's next one, which it may begin;
+# None if there is none.
+ShardWorker: TypeAlias = Callable[[ShardTask, ShardTask | None], Receipt]
 
 
 @dataclass(frozen=True)
@@ -58,28 +58,21 @@ class LazyWorker:
     def run(self, task: ShardTask, upcoming: ShardTask | None = None) -> Outcome:
         """Run the stage's worker on a shard; return a receipt, error or traceback as the outcome.
 
-        `upcoming` is the task that the worker will get next.
+        `upcoming` is the task that the worker will get next. A trial of single rows runs alone.
         """
+        if task.rows is not None:
+            upcoming = None
         try:
             with disk_errors(task.shard):
-                return Outcome(task, receipt=self._make_shard(task, upcoming))
+                if self._worker is None:
+                    self._worker = self._make(**self._arguments)
+                return Outcome(task, receipt=self._worker(task, upcoming))
         except MedusaDistillError as error:
             return Outcome(task, error=error)
         except Exception:
             failure = traceback.format_exc()
             self.close()  # its state is unknown: the next shard gets a new one
             return Outcome(task, traceback=failure)
-
-    def _make_shard(self, task: ShardTask, upcoming: ShardTask | None) -> Receipt:
-        """Run the worker on a shard, after making it if necessary and announcing the next shard."""
-        if self._worker is None:
-            self._worker = self._make(**self._arguments)
-        if task.rows is not None:
-            upcoming = None  # a trial of single rows runs alone
-        expect = getattr(self._worker, "expect", None)
-        if expect:
-            expect(upcoming)
-        return self._worker(task)
 
     def close(self) -> None:
         """Close the worker, so that its engine releases memory; the next shard gets a new one."""

@@ -62,7 +62,7 @@ class Worker:
         self.states = StateFormat(self.engine.dtype, self.engine.hidden_size, settings.precision)
         self.waiting = WaitingMemory()
 
-    def __call__(self, task: ShardTask) -> Receipt:
+    def __call__(self, task: ShardTask, upcoming: ShardTask | None = None) -> Receipt:
         started = time.monotonic()
         self.progress.begin(task)
         rows = [TokenRow.of(row) for row in task_rows(task, TOKEN_COLUMNS)]

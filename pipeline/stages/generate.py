@@ -170,19 +170,17 @@ class Worker:
             )
         self.pool = DialoguePool(self.engine)
         self._begun: dict[Path, tuple[list[SeedRow], DialogueGroup]] = {}
-        self._upcoming: ShardTask | None = None
 
-    def expect(self, upcoming: ShardTask | None) -> None:
-        """Announce the task that will follow the next call's task; None if there is none.
-
-        The conversations of that task may start during the next call.
-        """
-        self._upcoming = upcoming
-
-    def __call__(self, task: ShardTask) -> Receipt:
+    def __call__(self, task: ShardTask, upcoming: ShardTask | None = None) -> Receipt:
         started = time.monotonic()
+
+        def begin_upcoming() -> None:
+            """Queue the conversations of the next shard."""
+            if upcoming is not None:
+                self._begin_shard(upcoming)
+
         seeds, group = self._begin_shard(task)
-        self.pool.finish(group, self._begin_upcoming)
+        self.pool.finish(group, begin_upcoming)
         del self._begun[task.shard]
         earlier: dict[TokenIds, str] = {}
         with ShardWriter(task, GENERATED) as writer:
@@ -227,12 +225,6 @@ class Worker:
             group = self.pool.add(dialogues, functools.partial(self.progress.update, task))
             self._begun[task.shard] = seeds, group
         return self._begun[task.shard]
-
-    def _begin_upcoming(self) -> None:
-        """Queue the conversations of the task set by `expect`, if they are not queued yet."""
-        if self._upcoming is not None:
-            self._begin_shard(self._upcoming)
-            self._upcoming = None
 
     def close(self) -> None:
         """Close the generation engine; in passthrough mode there is none."""

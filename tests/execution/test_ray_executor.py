@@ -41,11 +41,9 @@ class Worker:
     def __init__(self, calls=0, expected=None):
         self.calls, self.expected = calls, [] if expected is None else expected
 
-    def expect(self, task):
-        self.expected.append(task and task.index)
-
-    def __call__(self, task):
+    def __call__(self, task, upcoming):
         self.calls += 1
+        self.expected.append(upcoming and upcoming.index)
         if task.index == 3:
             refuse()
         if task.index == 5:
@@ -60,12 +58,12 @@ class Reporting(Worker):
         super().__init__()
         self.progress, self.shown = progress, shown
 
-    def __call__(self, task):
+    def __call__(self, task, upcoming):
         self.progress.begin(task)
         while not self.shown.exists():
             self.progress.update(task, 0, 1)
             time.sleep(0.05)
-        return super().__call__(task)
+        return super().__call__(task, upcoming)
 
 
 class Mortal(Worker):
@@ -75,7 +73,7 @@ class Mortal(Worker):
         super().__init__()
         self.diary = diary
 
-    def __call__(self, task):
+    def __call__(self, task, upcoming):
         with self.diary.open("a") as file:
             file.write(f"{task.index}\n")
         first = self.diary.read_text().split().count(str(task.index)) == 1
@@ -83,7 +81,7 @@ class Mortal(Worker):
             os.kill(os.getpid(), signal.SIGKILL)
         if task.index == 4 and first:
             time.sleep(PATIENCE)
-        return super().__call__(replace(task, index=0))
+        return super().__call__(replace(task, index=0), upcoming)
 
 
 class Unreadable:

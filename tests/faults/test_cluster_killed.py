@@ -23,7 +23,7 @@ class Endless:
 
     def __init__(self, progress): ...
 
-    def __call__(self, task):
+    def __call__(self, task, upcoming):
         time.sleep(PATIENCE)
 
 

@@ -36,7 +36,7 @@ class Stand:
         self.stage, self._arguments = stage, arguments
         self._real: Any = None
 
-    def __call__(self, task):
+    def __call__(self, task, upcoming=None):
         self.before(task)
         if self._real is None:
             self._real = importlib.import_module(f"pipeline.stages.{self.stage}").Worker(
@@ -73,7 +73,7 @@ class Copying(Stand):
     def __init__(self, **arguments):
         super().__init__("generate", **arguments)
 
-    def __call__(self, task):
+    def __call__(self, task, upcoming=None):
         self.before(task)
         finished = Path(diary_of(task, "finished").read_text())
         rows = [row for shard in sorted(finished.glob("shards/*")) for row in read_rows(shard)]

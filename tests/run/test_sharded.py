@@ -37,7 +37,7 @@ class Copier:
         self.progress = progress
         self.error = error or ZeroDivisionError("by\nzero")
 
-    def __call__(self, task: ShardTask):
+    def __call__(self, task: ShardTask, upcoming=None):
         CALLS[task.index] += 1
         self.progress.begin(task)
         for number in range(1, ROWS + 1):
@@ -108,7 +108,7 @@ def test_shards_that_are_not_seen_from_here_end_the_stage(go, monkeypatch):
     """Their workers wrote to the disk of another node."""
     make = Copier.__call__
 
-    def elsewhere(self, task):
+    def elsewhere(self, task, upcoming):
         receipt = make(self, task)
         task.shard.unlink()
         return receipt
