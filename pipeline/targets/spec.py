@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import DTYPES
 from pipeline.conversations.template import ChatTemplate
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from pipeline.config import TargetConfig
+    from pipeline.config.training import Bits
 
-Rounding = Literal["4bit", "8bit"]
 EngineArgs = Mapping[str, Any]  # arguments of vLLM or of the transformers engine
 
 VERIFIABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
@@ -45,11 +45,10 @@ class TargetSpec:
     model: str
     revision: str | None = None
     dtype: str = "float32"
-    quantization: Rounding | None = None
+    quantization: Bits | None = None
     max_tokens: int | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
-    rounding: Rounding | None = None  # of layer inputs in a quantized checkpoint
     date: str = "2024-07-26"  # YYYY-MM-DD, for chat templates that ask for the date
     template_arguments: dict[str, Any] = field(default_factory=dict, hash=False)
 
@@ -111,7 +110,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool = False) -> TargetSpec:
     dtype: str = target.dtype
     if dtype == "auto":
         dtype = own_dtype(config, on_gpu)
-    return replace(spec, dtype=dtype, rounding=input_rounding(config))
+    return replace(spec, dtype=dtype)
 
 
 def model_config(spec: TargetSpec) -> PretrainedConfig:
@@ -249,40 +248,13 @@ def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
 
 
 def quantization_format(config: PretrainedConfig) -> str | None:
-    """Return a checkpoint's quantization format, such as `gptq (4 bits)`; None if not quantized."""
+    """Return a checkpoint's quantization format, such as `gptq`; None if it is not quantized."""
     settings = quantization_of(config)
     if settings is None:
         return None
     method = settings.get("quant_method", "an unknown format")
     detail = settings.get("format")
-    if settings.get("load_in_4bit"):
-        detail = "4 bits"
-    elif settings.get("load_in_8bit"):
-        detail = "8 bits"
-    elif settings.get("bits"):
-        detail = f"{settings['bits']} bits"
     return f"{method} ({detail})" if detail else method
-
-
-def input_rounding(config: PretrainedConfig) -> Rounding | None:
-    """Return how the layers of a quantized checkpoint round their inputs; None if they do not.
-
-    "8bit" means rounding to about 8 bits on every device. This includes bitsandbytes' 4-bit layers
-    whose settings state that they compute in bfloat16. "4bit" stands for the other 4-bit layers of
-    bitsandbytes, which round inputs only on a CPU.
-    """
-    settings = quantization_of(config) or {}
-    for group in (settings.get("config_groups") or {}).values():
-        if group.get("input_activations"):
-            return "8bit"
-    # the settings of these two methods do not state it
-    rounds_inputs = settings.get("quant_method") in ("fbgemm_fp8", "modelopt")
-    if rounds_inputs or settings.get("load_in_8bit") or settings.get("activation_scheme"):
-        return "8bit"
-    if settings.get("load_in_4bit"):
-        in_bfloat16 = str(settings.get("bnb_4bit_compute_dtype")).endswith("bfloat16")
-        return "8bit" if in_bfloat16 else "4bit"
-    return None
 
 
 def cached_numbers(config: PretrainedConfig) -> int:

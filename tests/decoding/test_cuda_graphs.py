@@ -13,7 +13,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.decoding import cuda_graphs
-from pipeline.decoding.cuda_graphs import graph_capture_for
 from pipeline.decoding.decoder import Decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import cartesian_tree
@@ -178,7 +177,3 @@ def test_cuda_graphs_write_what_transformers_writes(family, tree, pair, continua
         found = decoder.generate_batch(PROMPTS, 40)
         assert [one.token_ids for one in found] == expected
     assert decoder.captures and not caplog.records
-
-
-def test_nothing_is_captured_on_a_cpu(pair):
-    assert graph_capture_for(pair("llama")[0]) is None

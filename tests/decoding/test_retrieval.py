@@ -51,21 +51,6 @@ def test_the_longest_suffix_is_found_wherever_it_occurs(texts, context, data):
     assert store.num_tokens == sum(map(len, texts))
 
 
-@pytest.mark.parametrize("shared", range(1, MAX_SUFFIX))
-def test_texts_that_begin_alike_are_told_apart(shared):
-    store = Datastore([[1] * shared + [3, 5], [1] * shared + [2, 6], [1] * shared + [4, 7]])
-    for token, follower in ((2, 6), (3, 5), (4, 7)):
-        assert store.continuations([1] * shared + [token]) == [[follower]]
-
-
-def test_no_suffix_reaches_over_the_end_of_a_text():
-    store = Datastore([[5, 6], [7, 8]])
-    assert store.continuations([5, 6]) == [[]]
-    assert store.continuations([6, 7]) == [[8]]
-    assert store.continuations([9]) == []
-    assert Datastore([]).continuations([1]) == []
-
-
 def test_of_many_occurrences_a_sample_keeps_the_shares():
     store = Datastore([[1, 2]] * 3000 + [[1, 3]] * 1000)
     found = Counter(each[0] for each in store.continuations([0, 1]))
@@ -129,14 +114,6 @@ def test_retrieval_ends_at_end_tokens_and_at_the_context(target_of, continuation
     ends = text[5]
     decoded = drafting(model, [text], eos=[ends]).generate(PROMPT, 40)
     assert decoded.token_ids == text[: text.index(ends) + 1]
-
-
-def test_a_text_forgets_the_one_before(target_of, continuation):
-    model = target_of("llama")
-    decoder = drafting(model, [continuation(model, PROMPT, 24)])
-    for prompt in PROMPTS[:2]:
-        decoded = decoder.generate(prompt, 24)
-        assert decoder.drafter.text[: len(prompt) + 24] == prompt + decoded.token_ids
 
 
 def test_large_trees_have_room_in_the_cache(target_of, continuation):

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.families import FAMILIES, REFUSED, save_family, save_refused
-from pipeline.errors import ConfigError
+from benchmarks.families import FAMILIES, save_family
 from pipeline.storage.shards import read_rows
 from tests.flows.tiny import latest, report_of, run_again
 
@@ -37,11 +36,3 @@ def test_a_family_runs_to_an_exact_check(name, make_config, tiny_seeds, tmp_path
         assert match["identical"] + match["ties"] == match["sequences"] == 3
     rows = [row for path in latest(run, "generate").shards() for row in read_rows(path)]
     assert len(rows) >= 20 and all(row["spans"] for row in rows)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_target_that_cannot_verify_a_tree_is_refused(name, make_config, tmp_path):
-    target = save_refused(name, tmp_path / "target")
-    with pytest.raises(ConfigError, match=f"cannot verify a tree.*{REFUSED[name][2]}") as refused:
-        run_again(make_config(tmp_path / "runs", target__model=str(target)))
-    assert "\n" not in str(refused.value) and not (tmp_path / "runs").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -37,12 +36,6 @@ def test_result_and_progress_of_another_process_arrive():
     assert in_own_process(work, 3, lambda **progress: seen.append(progress)) == 3
     assert {"part": "counting", "done": 1, "total": 3} in seen
     assert in_own_process(work, 15) != os.getpid()
-
-
-def test_sockets_go_with_the_process(monkeypatch):
-    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
-    directory = Path(in_own_process(work, 16))
-    assert directory.parent == Path(tempfile.gettempdir()) and not directory.exists()
 
 
 def test_errors_arrive_and_a_silent_end_with_its_last_line():

@@ -140,11 +140,6 @@ def test_every_part_of_a_hub_target_is_of_one_commit(random_target, tmp_path, mo
         assert [(path.parent.name, path.name) for path in found] == [(COMMIT, n) for n in names]
 
 
-def test_no_tokenizer_is_missing_where_the_hub_is_unreachable():
-    with pytest.raises(EnvironmentFault, match="neither read nor fetched now"):
-        load_tokenizer(TargetSpec("nobody/nothing"))
-
-
 # --- targets that are none
 
 

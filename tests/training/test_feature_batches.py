@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.artifacts.feature_rows import FeatureRows
-from pipeline.errors import DataError
 from pipeline.training.feature_batches import LANES, EpochPlan, Piece, load_batches
 from tests.training.conftest import FINGERPRINT, STATES
 from tests.training.trainings import team
@@ -134,15 +133,6 @@ def test_soft_labels_come_with_the_state_that_predicts_them(rows, plan, world_si
             states = batch.teacher_MD[batch.teacher_KN[labelled]]
             assert torch.equal(states, STATES[batch.labels_KN[labelled]])
             assert torch.equal(batch.hidden_ND, next(plain).hidden_ND)
-
-
-def test_an_error_while_reading_ahead_reaches_the_loop(rows, plan, monkeypatch):
-    def damaged(_: int):
-        raise DataError("A shard of features cannot be read: checksum.", "00000.parquet")
-
-    monkeypatch.setattr(rows, "read_group", damaged)
-    with pytest.raises(DataError, match="checksum"):
-        next(load_batches(rows, plan, range(plan.num_steps)))
 
 
 def test_a_loop_that_stops_early_leaves_no_thread_behind(rows, plan):

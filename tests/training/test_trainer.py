@@ -208,13 +208,6 @@ def test_only_a_lower_loss_makes_a_later_state_the_best(loss):
     assert state.evaluation is first
 
 
-def test_the_final_loss_is_of_the_last_50_steps():
-    state = TrainState()
-    for step in range(70):
-        state.advance(step, 1, 1.0)
-    assert state.losses == list(range(20, 70))
-
-
 def test_where_nothing_is_held_out_the_last_state_is_kept(make_spec, monkeypatch):
     usual = make_spec("usual")
     train(usual)
