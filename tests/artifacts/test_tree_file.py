@@ -48,9 +48,7 @@ def test_paths_are_read_from_any_json_list(tmp_path):
     assert read_paths(tmp_path / "choices.json") == ((0,), (0, 0))
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"num_nodes": 9, "max_depth": 1, "top": 3}, {"num_nodes": 1}, {"nodes": 1}, [1]]
-)
+@pytest.mark.parametrize("sizes", [{"num_nodes": 9, "max_depth": 1, "top": 3}, {"num_nodes": 1}])
 def test_a_damaged_dynamic_tree_is_named(tmp_path, sizes):
     DYNAMIC.write(tmp_path)
     stored = json.loads((tmp_path / TREE_FILE).read_text())
@@ -60,7 +58,7 @@ def test_a_damaged_dynamic_tree_is_named(tmp_path, sizes):
             read(tmp_path)
 
 
-@pytest.mark.parametrize("text", [None, "[[0], [0", '{"a": 1}', "[0]", '{"choices": [[0]]}'])
+@pytest.mark.parametrize("text", [None, "[[0], [0", '{"choices": [[0]]}'])
 def test_a_damaged_tree_is_named(tmp_path, text):
     if text is not None:
         (tmp_path / TREE_FILE).write_text(text)

@@ -45,14 +45,11 @@ def limits(least: float = 1.0, **more) -> Limits:
     ("measured", "least", "says"),
     [
         ({"native": native(2.0)}, 1.0, []),
-        ({"native": native(1.0)}, 1.0, []),
         ({"native": native(1.9)}, 2.0, ["native: .*1.90 is below check.min_acceleration_rate"]),
         ({"native": native(math.nan)}, 1.0, ["native: acceleration rate nan is below"]),
         ({"native": native(2.0, 3, 5, tokens=250)}, 1.0, []),
         ({"native": native(2.0, 3, 5, tokens=249)}, 1.0, ["native: 5 ties in 249 greedy tokens"]),
-        ({"native": native(2.0, 7, 1, tokens=2)}, 1.0, []),
         ({"native": native(2.0, 6, 2, tokens=0)}, 1.0, ["native: 2 ties in 0 greedy tokens"]),
-        ({"native": native(2.0, 5, 2)}, 1.0, ["native: 1 of 8 greedy sequences differ"]),
         (
             {"native": native(2.0, 6, largest_gap=0.043, tie_tolerance=1e-4)},
             1.0,
@@ -90,18 +87,13 @@ def expecting(rate: float, error: float | None, measured_error: float) -> dict:
     ("rate", "promise", "fails"),
     [
         (3.1, expecting(3.3, 0.2, 0.2), False),
-        (5.0, expecting(3.3, 0.2, 0.2), False),
         (2.3, expecting(3.3, 0.2, 0.2), False),  # 3.5 standard errors, and half of the gain is left
         (1.1, expecting(3.3, 0.2, 0.2), True),
         (1.05, expecting(1.8, 0.25, 0.25), False),  # 3 standard errors are more than the gain
         (1.05, expecting(1.8, 0.25, 0.1), False),  # each of the two errors counts
-        (1.05, expecting(1.8, 0.1, 0.25), False),
         (1.0, expecting(1.08, 0.001, 0.001), False),  # heads that guess next to nothing
         (1.1, expecting(3.3, None, 0.2), False),  # one conversation
-        (1.1, {}, False),
         (1.1, {"same_text_acceleration_rate": 1.3}, True),  # the same answers: no sampling error
-        (1.2, {"same_text_acceleration_rate": 1.3}, False),
-        (1.9, expecting(3.3, 0.1, 0.1) | {"same_text_acceleration_rate": 1.9}, False),
     ],
 )
 def test_a_served_rate_far_below_the_chain_s_fails_it(rate, promise, fails):
@@ -122,13 +114,10 @@ def test_a_drift_that_is_too_large_or_unknown_fails(kl, fails):
     [
         ((0.30, 0.52), (0.06, 0.20), None),
         ((0.013, 0.06), (0.06, 0.20), "top-1 accuracy is 1.3%, .* would reach 6.0%"),
-        ((0.06, 0.30), (0.06, 0.20), "top-1"),  # the most frequent token, always
         ((0.0653, 0.2868), (0.0617, 0.2372), "top-1"),  # four steps on a real chat model
-        ((0.155, 0.29), (0.06, 0.20), None),  # a tenth of what frequency misses
         ((0.153, 0.29), (0.06, 0.20), "top-1 accuracy is 15.3%"),
         ((0.17, 0.27), (0.06, 0.20), "top-5 accuracy is 27.0%, .* reach 20.0%"),
         ((1.0, 1.0), (1.0, 1.0), None),  # text of one token
-        ((0.9, 0.99), (0.5, 1.0), None),  # text of five
     ],
 )
 def test_heads_that_guess_no_better_than_token_frequencies_fail(head, frequency, fails):

@@ -53,19 +53,15 @@ STRICT = {"on_truncated": "quarantine"}
     [
         ({}, "One.|Two.|Three.", "Hello?|One.|And you?|Two.|Bye!|Three."),
         ({}, "One…|Two.|Three.", "Hello?|One…|And you?|Two.|Bye!|Three."),
-        ({"rounds": 2}, "Yes.|Yes…", "Hello?|Yes.|And you?|Yes…"),
         (LATE, "One.|Two…", "Hello?|One."),
-        (LATE, "One…", Reason.TRUNCATED),
         (STRICT, "One.|Two…", Reason.TRUNCATED),
         ({}, f"One.|{LOOP}…", "Hello?|One."),
         ({}, f"{LOOP}…", Reason.DEGENERATE_LOOP),
         ({}, "One.|", "Hello?|One."),
         ({}, "", Reason.NOTHING_GENERATED),
-        ({}, " \n", Reason.NOTHING_GENERATED),
         (SELF_TALK, "One.|A question?|Two.", "Hello?|One.|A question?|Two."),
         (SELF_TALK, "One…|A question…|Two.", "Hello?|One…|A question…|Two."),
         (SELF_TALK, "One.|", "Hello?|One."),
-        (SELF_TALK, f"One.|{LOOP}…", "Hello?|One."),
     ],
 )
 def test_a_row_ends_with_the_last_usable_answer(changes, said, expected, chatml, tokenizer):
@@ -100,15 +96,6 @@ def test_sampled_ids_stand_in_the_row_as_they_were_sampled(chatml, tokenizer):
     row = only_row(dialogue)
     assert row.input_ids == request.prompt_ids + answer
     assert row.spans == [Span(len(request.prompt_ids), len(row.input_ids), "assistant")]
-
-
-def test_a_stop_token_outside_the_template_ends_an_answer(chatml, tokenizer):
-    stop = tokenizer.eos_token_id
-    dialogue = seed_dialogue(chatml, sampling=Sampling(stop_token_ids=(stop,)), rounds=1)
-    request = dialogue.next_request()
-    assert set(request.stop_token_ids) == {stop, *ids_of(END, tokenizer)}
-    dialogue.receive(Completion(request.id, [*ids_of("One.", tokenizer), stop], "stop"))
-    assert answers(only_row(dialogue)) == ["One."]
 
 
 def test_a_prompt_is_asked_only_with_room_for_a_token(chatml):
@@ -203,9 +190,6 @@ def test_an_answer_marked_not_to_learn_is_context_without_a_span(chatml, tokeniz
         assert row.input_ids == plain.input_ids
         assert written(row, tokenizer) == [f"{learned}{END}"] and row.finish == ["stop"]
         assert dialogue.unlearned_answers == 1
-        replayed = Dialogue(seed, chatml, SETTINGS)
-        hold(replayed, tokenizer, "One.", "Two.", "Three.")
-        assert len(only_row(replayed).spans) == 3 and replayed.unlearned_answers == 0
 
 
 def test_a_row_without_an_answer_to_learn_is_rejected(chatml):
@@ -247,16 +231,3 @@ def test_a_rewritten_history_gives_one_row_per_turn(templates, tokenizer):
         assert row.input_ids[: span.start] == served["input_ids"]
         assert written(row, tokenizer) == [said[turn] + END]
         history.append({"role": "assistant", "content": said[turn]})
-
-
-def test_self_talk_goes_on_in_a_new_row(templates, tokenizer):
-    template = ChatTemplate(tokenizer, templates["forgetful"])
-    dialogue = seed_dialogue(template, mode="self-talk", rounds=2)
-    hold(dialogue, tokenizer, "<think>\nHm.\n</think>\n\nOne.", "A question?", "Two.")
-    assert dialogue.next_request() is None
-    first, second = dialogue.rows()
-    thought = "<think>\nHm.\n</think>\n\nOne."
-    assert tokenizer.decode(first.input_ids) == chatml_text("Hello?", thought)
-    text = chatml_text("Hello?", "One.", "A question?", "Two.")
-    assert tokenizer.decode(second.input_ids) == text
-    assert written(second, tokenizer) == [f"A question?{END}", f"Two.{END}"]

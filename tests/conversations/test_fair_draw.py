@@ -41,14 +41,3 @@ def test_no_other_choice_brings_two_strata_nearer_to_their_shares(strata, more):
         for given_to in taken:
             last = (taken[given_to] - 0.5) / sizes[given_to]
             assert all((taken[name] + 0.5) / sizes[name] >= last for name in with_ids_left)
-
-
-@given(sizes=st.tuples(st.integers(1, 50), st.integers(1, 50)), data=st.data())
-def test_two_sources_are_within_half_a_prompt_of_their_shares(sizes, data):
-    strata = {
-        f"{name}:{n}": name for name, size in zip("ab", sizes, strict=True) for n in range(size)
-    }
-    number = data.draw(st.integers(1, sum(sizes)))
-    drawn = Counter(strata[id] for id in fair_order(strata)[:number])
-    for name, size in zip("ab", sizes, strict=True):
-        assert abs(drawn[name] - number * size / sum(sizes)) <= 0.5 + 1e-9

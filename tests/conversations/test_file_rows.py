@@ -46,20 +46,15 @@ TABLE = pa.Table.from_pylist(ROWS).append_column("noise", [[b"\xff" * 100] * 200
 FILES = {
     "a.jsonl": JSONL.encode(),
     "crlf-and-blank-lines.jsonl": JSONL.replace("\n", "\r\n\r\n").encode(),
-    "byte-order-mark.jsonl": b"\xef\xbb\xbf" + JSONL.encode(),
-    "indented.json": json.dumps(ROWS, indent=2, ensure_ascii=False).encode(),
     "byte-order-mark.json": b"\xef\xbb\xbf \n" + json.dumps(ROWS).encode(),
     "utf-16.jsonl": JSONL.encode("utf-16"),
     "utf-16-big-endian.json": ("\ufeff" + json.dumps(ROWS)).encode("utf-16-be"),
-    "utf-16.txt": "\r\n".join(TEXTS).encode("utf-16"),
     "utf-16.csv.gz": gzip.compress("\n".join(["prompt", *TEXTS]).encode("utf-16")),
     "lines-called.json": JSONL.encode(),
-    "array-called.jsonl": json.dumps(TEXTS).encode(),
     "packed-called.jsonl": gzip.compress(json.dumps(ROWS).encode()),
     "a.txt.gz": gzip.compress("\n\n".join(TEXTS).encode()),
     "a.csv": "\n".join(["id,prompt", *(f"{n},{text}" for n, text in enumerate(TEXTS))]).encode(),
     "table-called.jsonl": table_file(TABLE, "parquet"),
-    "a.parquet": table_file(TABLE, "parquet"),
     "a.feather": table_file(TABLE, "feather"),
     "a.arrow": table_file(TABLE, "arrow"),
     "\udcff.arrow": table_file(TABLE, "arrow"),
@@ -118,29 +113,22 @@ def test_a_damaged_file_gives_storable_rows_or_a_named_error(name, seed, tmp_pat
 @pytest.mark.parametrize(
     ("name", "data", "expected"),
     [
-        ("a.jsonl", b'{\n"a?"\n"b?"', "broken-json | a? | b?"),
         ("a.jsonl", b'"a?"\n{"conversations": [\n"b?"', "a? | broken-json | b?"),
-        ("a.jsonl", b'"a?"\n%s\n"b?"' % (b"1" * 5000), "a? | broken-json | b?"),
         ("a.jsonl", b'"a?"\n%s\n"b?"' % (b"[" * 100_000), "a? | broken-json | b?"),
         ("a.jsonl", b'"a?"\n{"prompt": "\xff"}\n"b?"', "a? | undecodable | b?"),
-        ("a.jsonl", b'"\\ud83d\\ude00?"\n"b\\ud83d"', "😀? | undecodable"),
         ("a.json", b'["\\ud83d\\ude00?", "b\\ud83d"]', "😀? | undecodable"),
         (
             "a.json",
             b'["a?", "sec\xe6\x9dond", 1e400, "c?"]',
             "a? | undecodable | unknown-format | c?",
         ),
-        ("a.txt", b"a?\nsec\xe6\x9dond\nc?\0", "a? | undecodable | undecodable"),
         ("a.txt", b"\xff\xfea\0\n\0\x41\xd8\n\0c\0\n\0d", "a | undecodable | c | undecodable"),
         ("a.csv", b"\xef\xbb\xbfid,prompt\n1,a?\n\n2,b?\r\n", "a? | b?"),
-        ("a.csv", b"prompt,note\rwhy?,a\rhow?,b\r", "why? | how?"),
         ("a.CSV", b"id;prompt\n1;a,b?", "a,b?"),
         ("a.csv", b"id\tprompt\n1\ta,b?", "a,b?"),
-        ("a.csv", b"id|prompt\n1|a,b?", "a,b?"),
         ("a.tsv", b"prompt\tid,x,y\na?\t1", "a?"),
         ("a.csv", b'prompt,id\n"a, so\n""they"" say?",1', 'a, so\n"they" say?'),
         ("a.csv", b"prompt,id\na?,1\none,too,many\none\nb?,2", "a? | broken-row | broken-row | b?"),
-        ("a.csv", b"prompt\na?\n\xff\xfe\nb?", "a? | undecodable | b?"),
         ("a.csv", b'prompt\na?\n"%s\nb?' % (b"never closed\n" * 80), "a? | too-long"),
         ("a.csv", b'turns\n"[""a?""]"\n[broken', "a? | broken-json"),
     ],
@@ -149,19 +137,10 @@ def test_a_bad_row_costs_itself_alone(name, data, expected, tmp_path):
     assert outcomes(read(written(tmp_path / name, data))) == expected
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64, 1 << 16])
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 16])
 def test_an_array_is_the_same_in_chunks_of_any_size(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(file_rows, "CHUNK", chunk)
-    items = [
-        "why?",
-        'a "quoted, [one]',
-        "back\\slash\\",
-        "怎么样",
-        "{",
-        "月" * 9000,
-        12345,
-        {"a": []},
-    ]
+    items = ['a "quoted, [one]', "back\\slash\\", "{", "月" * 9000, 12345, {"a": []}]
     for indent in (None, 2):
         path = written(tmp_path / "rows.json", json.dumps(items, indent=indent))
         with path.open("rb") as file:
@@ -174,20 +153,6 @@ def test_an_array_is_the_same_in_chunks_of_any_size(tmp_path, monkeypatch, chunk
 def test_a_malformed_array_is_an_error(text, tmp_path):
     with pytest.raises(DataError, match=r"after \d rows"):
         read(written(tmp_path / "a.json", text))
-
-
-def test_an_item_of_an_array_is_parsed_a_few_times(tmp_path, monkeypatch):
-    parsed = []
-
-    class Counting(json.JSONDecoder):
-        def raw_decode(self, text, start=0):
-            parsed.append(len(text))
-            return super().raw_decode(text, start)
-
-    monkeypatch.setattr(json, "JSONDecoder", Counting)
-    text = '\\"' + "x, [" * 1_000_000
-    rows = read(written(tmp_path / "a.json", f'["{text}", "why?"]'))
-    assert outcomes(rows) == "too-long | why?" and sum(parsed) < 5 * len(text)
 
 
 def test_a_line_above_the_limit_is_read_in_pieces(tmp_path, monkeypatch):

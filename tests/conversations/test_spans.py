@@ -5,7 +5,6 @@ span.
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,9 +60,3 @@ def test_head_never_learns_across_a_span_boundary():
         [103, IGNORED, 105, 106, IGNORED],
         [IGNORED, IGNORED, 106, IGNORED, IGNORED],
     ]
-
-
-def test_a_span_needs_a_token_and_a_state_before():
-    for start, end in ((0, 2), (3, 3), (4, 3)):
-        with pytest.raises(AssertionError):
-            Span(start, end, "assistant")

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from pipeline.conversations.conversation import Conversation, Message, Reason, RowRejected
-from pipeline.conversations.dialogue import Dialogue
+from pipeline.conversations.conversation import Message, RowRejected
 from pipeline.conversations.template import ChatTemplate
 from tests.conversations.conftest import SPECIAL
-from tests.conversations.scripted_target import SETTINGS, hold, ids_of, only_row
+from tests.conversations.scripted_target import ids_of
 
 FAMILIES = ["zephyr", "chatml", "llama-3", "llama-2", "vicuna", "forgetful"]
 PIECES = [*SPECIAL[1:], "</", "s>", "<|", "im_end|>", "Hello", " ", "\n", "你好", "."]
@@ -96,20 +95,3 @@ def test_ordinary_added_tokens_stay_tokens(tokenizer, templates):
     template = ChatTemplate(thinking, templates["chatml"])
     ids = template.opening([Message("user", "write <think> now")])
     assert thinking.convert_tokens_to_ids("<think>") in ids
-
-
-def test_a_dialogue_escapes_keeps_or_rejects_by_its_setting(chatml, tokenizer):
-    messages = (Message("user", "What is <|im_end|>?"), Message("assistant", "An </s>."))
-    seed = Conversation("s:0", messages)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    for policy, num_ends in (("escape", 2), ("keep", 3)):
-        dialogue = Dialogue(seed, chatml, replace(SETTINGS, special_tokens=policy))
-        hold(dialogue, tokenizer, "A mark.")
-        row = only_row(dialogue)
-        assert row.input_ids.count(end) == num_ends and row.messages[0] == messages[0]
-        assert dialogue.special_tokens() == ["<|im_end|>"]
-    dialogue = Dialogue(seed, chatml, replace(SETTINGS, special_tokens="quarantine"))
-    assert dialogue.next_request() is None
-    with pytest.raises(RowRejected, match=r"<\|im_end\|>") as caught:
-        dialogue.rows()
-    assert caught.value.reason is Reason.SPECIAL_TOKENS

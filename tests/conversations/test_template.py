@@ -7,7 +7,6 @@ under test never sees the answers before they are "sampled" out of that referenc
 from __future__ import annotations
 
 import copy
-import datetime
 
 import pytest
 
@@ -131,15 +130,6 @@ def test_a_template_that_forgets_thoughts_rewrites_history_only_there(tokenizer,
     assert template.continuation([*CHAT[:2], thought], CHAT[3:4], "assistant", None) is None
 
 
-def test_a_thought_forgotten_two_turns_later_rewrites_history_then(tokenizer, templates):
-    late = "(message['content'] if loop.revindex < 4 else message['content'].split('!')[-1])"
-    template = ChatTemplate(tokenizer, templates["chatml"].replace("message['content']", late))
-    texts = ["A", "Oh! B", "C", "D"]
-    chat = [Message(("user", "assistant")[at % 2], text) for at, text in enumerate(texts)]
-    assert template.continuation(chat[:2], chat[2:3], "assistant", None)
-    assert template.continuation(chat, [Message("user", "E")], "assistant", None) is None
-
-
 def test_a_message_that_holds_the_placeholder_changes_nothing(tokenizer, templates):
     template = ChatTemplate(tokenizer, templates["chatml"])
     odd = [
@@ -176,19 +166,3 @@ def test_a_template_that_raises_rejects_the_row_or_the_target(
     with pytest.raises(RowRejected, match=said):
         template.render([Message("user", "odd")], asks=True)
     assert template.render([Message("user", "even")], asks=True)
-
-
-def test_the_argument_goes_before_the_tokenizer_s_own_template(tokenizer, templates, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", templates["zephyr"])
-    assert tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).end_ids["assistant"]) == ["</s>"]
-    own = ChatTemplate(tokenizer, templates["chatml"])
-    assert tokenizer.convert_ids_to_tokens(own.end_ids["assistant"]) == ["<|im_end|>"]
-
-
-def test_a_template_s_date_is_the_given_one(tokenizer, templates):
-    """Llama 3's template calls `strftime_now`, transformers' function of today's date."""
-    dated = "{{ strftime_now('%d %b %Y') if strftime_now is defined }} " + templates["chatml"]
-    text = ChatTemplate(tokenizer, dated, datetime.date(2024, 2, 29)).render(CHAT[:2], asks=True)
-    assert text.startswith("29 Feb 2024 ")
-    today = ChatTemplate(tokenizer, dated).render(CHAT[:2], asks=True)
-    assert today.startswith(datetime.date.today().strftime("%d %b %Y"))

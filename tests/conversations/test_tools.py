@@ -115,11 +115,6 @@ def test_a_broken_call_or_result_rejects_its_row(name, value, reason):
     assert conversation({"conversations": turns}).reason is reason
 
 
-@pytest.mark.parametrize("tools", ["get_weather(city)", [{"nameless": 1}], '["weather"]'])
-def test_offers_that_are_no_functions_are_rejected(tools):
-    assert conversation(SHAREGPT | {"tools": tools}).reason in (Reason.BROKEN_JSON, Reason.NOT_TEXT)
-
-
 @pytest.mark.parametrize("first", [0, 4], ids=["call-first", "call-later"])
 def test_calls_and_results_are_context_between_the_answers(first, calling, tokenizer):
     turns = SHAREGPT["conversations"]

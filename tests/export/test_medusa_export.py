@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import ConfigError, DataError
-from pipeline.export.directory import read_tree, tensors_as_saved
+from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
 from tests.export.exports import (
     LM_HEAD_AND_FORMAT,
@@ -118,25 +118,6 @@ def test_heads_of_any_shape_come_back_as_torch_rounds_them(
     config = config_of(lm_head=lm_head, format=format, dtype=dtype, **shape)
     directory = write(tmp_path_factory.mktemp("x") / "export", config, choices=[[0]])
     assert holds(directory, config, heads_of(config).to(getattr(torch, dtype)))
-
-
-@pytest.mark.parametrize("lm_head", ["shared", "tied"])
-def test_one_lm_head_expands_on_disk_and_not_in_memory(tmp_path, lm_head):
-    config = config_of(lm_head=lm_head)
-    in_memory = tensors_as_saved(heads_of(config), config)
-    assert len({in_memory[f"{k}.1.weight"].data_ptr() for k in range(3)}) == 1
-    assert read(write(tmp_path / "export", config)).lm_head.shape == (6, 4)
-
-
-def test_an_existing_directory_keeps_what_its_owner_put_there(tmp_path):
-    directory = tmp_path / "export"
-    directory.mkdir()
-    (directory / "stage.json").write_text("{}")
-    write(directory, config_of(num_heads=2, hidden_size=3))
-    write(directory, config_of())
-    assert (directory / "stage.json").read_text() == "{}"
-    assert holds(directory, config_of(), heads_of(config_of()))
-    assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
 def test_a_dynamic_tree_comes_back(tmp_path):

@@ -112,27 +112,6 @@ def test_categories_have_public_names():
         assert row[:3] + row[-1:] == [name, "12", "2.50", "2.00x"]
 
 
-def test_draft_lengths_are_predicted_and_served():
-    chain = []
-    for length in (1, 2, 3):
-        row = {"draft_tokens": length, "new": {"answers": 9}}
-        chain.append(row | {"expected_acceleration_rate": 1 + length / 2})
-    report = with_check(vllm=VLLM | {"standard_error": 0.04, "num_speculative_tokens": 2})
-    report["tree"] = REPORT["tree"] | {"chain": chain}
-    assert table_under(card_of(report), "Results")[-3:] == [
-        ["1", "1.50", "-", "50%"],
-        ["2", "2.00", "1.71 ± 0.04", "21%"],
-        ["3", "2.50", "-", "-"],
-    ]
-
-
-def test_several_answers_to_a_prompt_are_stated():
-    report = {**REPORT, "generate": {**REPORT["generate"], "samples": 3}}
-    assert "3 answers to each training prompt, the first of them greedy." in card_of(report)
-    sampled = card_of(report, config_of(generate={"greedy_first": False}))
-    assert "3 answers to each training prompt." in sampled and "answers to each" not in card_of()
-
-
 def test_cards_of_backbone_and_heads_state_its_drift():
     config = run_config("owner/original", train={"heads": "medusa", "method": "medusa-2"})
     ids = {"repo_id": "me/tuned", "base_model": "owner/original", "heads_repo_id": "me/heads"}
@@ -208,17 +187,3 @@ def test_a_local_target_is_never_named(base_model):
     for card in (card_of(base_model=base_model), backbone_card(of_backbone)):
         assert not any(private in card for private in ("/home", "secret", "private"))
         assert "a local model" in card.lower() and ModelCard(card).data.base_model is None
-
-
-def test_what_to_serve_at_each_load_is_stated():
-    load = {"method": "heads", "requests": 1, "tokens_per_second": 150}
-    served = {
-        **VLLM,
-        "methods": [{"name": "heads", "acceleration_rate": 2.0}],
-        "loads": [{**load, "baseline_tokens_per_second": 100}],
-    }
-    card = card_of(with_check(vllm=served))
-    rows = table_under(card, "Results")
-    assert ["plain", "1.00", "-", "100"] in rows and ["heads", "2.00", "-", "150"] in rows
-    assert "- 1 request at a time: heads, 1.50x plain (one repeat)." in card
-    assert "drafts that cost no training" not in card_of()

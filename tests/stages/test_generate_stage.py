@@ -67,11 +67,6 @@ def test_equal_samples_are_duplicates_that_no_limit_counts(generated):
     assert len(later) > 40 and sorted(found) == sorted(later)
 
 
-def test_self_talk_has_several_samples(generated):
-    changes = {"generate__mode": "self-talk", "generate__rounds": 2, "generate__samples": 2}
-    assert any(row["id"].endswith("~2") for row in stored(generated(**changes)))
-
-
 def test_samples_that_would_fill_the_disk_are_refused(again, monkeypatch):
     """64 numbers of 4 bytes for each of at most 32 tokens: some 8 kB a conversation."""
     summary = latest(again(until="seeds"), "seeds").summary
@@ -139,20 +134,6 @@ def test_self_talk_writes_both_roles(generated):
         assert roles == turns[: len(roles)]
         longest = max(longest, len(roles))
     assert longest == len(turns)
-
-
-def test_a_history_rewriting_template_gives_a_row_per_turn(generated):
-    """A mark stands before the last question alone."""
-    forgetful = (
-        "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{{ 'now ' if loop.last }}{{"
-        " m['content'] + eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>'"
-        " }}{% endif %}"
-    )
-    rows = stored(generated(target__chat_template=forgetful))
-    turns = [row for row in rows if "#" in row["id"]]
-    assert turns and all(row["id"].partition("#")[0] == row["parent_id"] for row in turns)
-    assert all(len(row["spans"]) == 1 for row in rows)
-    assert len({row["id"] for row in rows}) == len(rows)
 
 
 def talks(path: Path, rows: list[list[str]]) -> dict:

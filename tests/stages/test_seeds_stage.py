@@ -21,7 +21,7 @@ from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.cli.app import app
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
 from pipeline.conversations.duplicates import CheckQuestions, normalize_text
-from pipeline.conversations.splits import batch_into_shards, held_out_rows, split_rows
+from pipeline.conversations.splits import batch_into_shards, split_rows
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.flow import run_flow
 from pipeline.report.report import Report, StageFigures
@@ -57,13 +57,6 @@ def test_a_small_set_holds_out_exactly_what_is_asked(number, holdout):
     each = min(max(8, min(32, number // 20), round(number * holdout / 2)), number // 2)
     assert counts["calibrate"] == counts["check"] == each
     assert counts["train"] == number - 2 * each
-
-
-@pytest.mark.parametrize(
-    ("number", "each"), [(16, 8), (100, 8), (300, 15), (640, 32), (4000, 32), (5000, 25)]
-)
-def test_a_small_share_holds_out_enough(number, each):
-    assert held_out_rows(number, 0.01) == each
 
 
 @given(bad=st.sets(st.integers(0, 79)), seed=st.randoms(use_true_random=False))
@@ -242,14 +235,6 @@ def test_rows_of_which_generation_reads_the_same_are_one(made, tmp_path, setting
     summary = made(talks(tmp_path / "seeds.jsonl", rows), **changes).summary
     assert summary["rows"] == 40 * kept_of_each
     assert summary["reasons"].get("duplicate", 0) == 240 - 40 * kept_of_each
-
-
-def test_near_duplicates_are_kept_unless_they_are_to_be_quarantined(made, tmp_path):
-    path = save_seeds(tmp_path / "seeds.jsonl")
-    near = ["What is C, and  why?", "WHAT IS C — AND WHY?!", "怎么样？", "怎么样", "?", "!"]
-    path.write_text(path.read_text() + lines(near))
-    assert made(path).summary["rows"] == 46
-    assert made(path, seeds__near_duplicates="quarantine").summary["rows"] == 44
 
 
 def test_the_files_of_a_directory_are_named(make_config, tmp_path):
