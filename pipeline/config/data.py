@@ -112,15 +112,6 @@ class SeedSource(Section):
         ),
     )
     limit: PositiveInt | None = Field(None, description="Read at most this many rows.")
-    weight: float | None = Field(
-        None,
-        description=(
-            "Weight in the mixture of sources. Conversations are taken in proportion to the"
-            " weights, until one source has no more. Give all sources a weight or none; without"
-            " weights all are read whole."
-        ),
-        gt=0,
-    )
 
     @model_validator(mode="after")
     def one_place(self) -> SeedSource:
@@ -169,20 +160,19 @@ class SeedsConfig(Section):
             " source on the Hub, any change does."
         ),
     )
-    tools: Literal["context", "cut", "quarantine"] = Field(
+    tools: Literal["context", "cut"] = Field(
         "context",
         description=(
             "Turns with function calls or their results. context: the target reads them, if its"
             " chat template can render them, and heads do not learn from them; cut: the"
-            " conversation ends before the first; quarantine: it is quarantined."
+            " conversation ends before the first."
         ),
     )
-    special_tokens: Literal["escape", "keep", "quarantine"] = Field(
+    special_tokens: Literal["escape", "keep"] = Field(
         "escape",
         description=(
             "Special tokens of the target in a seed's text, such as `</s>`. escape: the target"
-            " reads them as text; keep: as control tokens, as servers do; quarantine: the"
-            " conversation is quarantined."
+            " reads them as text; keep: as control tokens, as servers do."
         ),
     )
 
@@ -195,11 +185,9 @@ class SeedsConfig(Section):
     @field_validator("sources")
     @classmethod
     def not_empty(cls, value: tuple[SeedSource, ...]) -> tuple[SeedSource, ...]:
-        """Refuse an empty `seeds.sources`, or one where only some sources have a weight."""
+        """Refuse an empty `seeds.sources`."""
         if not value:
             raise ValueError("name at least one source")
-        if len({source.weight is None for source in value}) > 1:
-            raise ValueError("give every source a weight, or none")
         return value
 
 

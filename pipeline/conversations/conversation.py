@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 Mode = Literal["replay", "self-talk", "passthrough"]  # of generation, see dialogue.py
-SpecialTokens = Literal["escape", "keep", "quarantine"]  # in a seed's text
+SpecialTokens = Literal["escape", "keep"]  # in a seed's text
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,13 @@ class Reason(StrEnum):
     NOT_TEXT = "not-text"  # a turn whose text is no string, for example an image
     WRONG_ORDER = "wrong-order"
     EMPTY = "empty"
-    TOOLS = "tools"  # function calls, with seeds.tools=quarantine
     NO_USER_TURN = "no-user-turn"
     TOO_LONG = "too-long"  # for the target's context, or above a limit of characters
     DUPLICATE = "duplicate"
     CONTAMINATED = "contaminated"  # it holds one of the check's questions
     # Found when the target runs.
     TEMPLATE_REFUSED = "template-refused"  # by the chat template, for example a system prompt
-    SPECIAL_TOKENS = "special-tokens"  # in its text, with seeds.special_tokens=quarantine
+    SPECIAL_TOKENS = "special-tokens"  # one that cannot be written as plain text
     TRUNCATED = "truncated"
     CONTEXT_FULL = "context-full"
     DEGENERATE_LOOP = "degenerate-loop"

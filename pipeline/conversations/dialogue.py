@@ -64,7 +64,7 @@ class DialogueSettings:
         answers_last: Whether the target also answers the last question. Without this answer, the
             last prompt is still built.
         special_tokens: What happens to special tokens in the seed's text. escape: they become plain
-            text; keep: they stay control tokens; quarantine: the conversation is rejected.
+            text; keep: they stay control tokens.
     """
 
     mode: Mode
@@ -134,12 +134,6 @@ class Dialogue:
         self._num_requests = 0
         self._num_answers = 0
         self._ending: RowRejected | None = None
-        if settings.special_tokens == "quarantine" and self.special_tokens():
-            found = ", ".join(self.special_tokens()[:5])
-            self._ending = RowRejected(
-                Reason.SPECIAL_TOKENS,
-                f"Its text holds {found}; seeds.special_tokens is quarantine.",
-            )
 
     def special_tokens(self) -> list[str]:
         """Return the special tokens in the text of the seed messages that generation reads."""

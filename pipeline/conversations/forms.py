@@ -141,8 +141,7 @@ def _parse_conversation(row: Any, id: str, settings: RowSettings) -> Conversatio
     """Parse one row of a seed file into a conversation with repaired turns.
 
     Raises:
-        RowRejected: The row has no known form, cannot be repaired, is too long, or is not allowed
-            by `settings.tools`.
+        RowRejected: The row has no known form, cannot be repaired, or is too long.
     """
     if isinstance(row, str):
         row = {"prompt": row}

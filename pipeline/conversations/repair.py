@@ -17,6 +17,7 @@ Function calls are read in the formats of OpenAI and LLaMA-Factory, and kept as 
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from typing import Any, Literal
 
 from pipeline.conversations.conversation import Message, Reason, RowRejected, utf8_text
 
-ToolPolicy = Literal["context", "cut", "quarantine"]
+ToolPolicy = Literal["context", "cut"]
 
 MAX_CHARACTERS = 200_000  # of a conversation
 
@@ -143,20 +144,17 @@ def repair_turns(turns: Sequence[Message], tools: ToolPolicy) -> tuple[Message, 
     Args:
         turns: The row's turns, with texts from `clean_text`.
         tools: What happens to function calls. context: they are kept; cut: the conversation ends
-            before the first one; quarantine: the row is rejected.
+            before the first one.
 
     Raises:
-        RowRejected: The turns do not form a conversation, have more than `MAX_CHARACTERS`
-            characters, or call functions although `tools` is quarantine.
+        RowRejected: The turns do not form a conversation, or have more than `MAX_CHARACTERS`
+            characters.
     """
     if not any(turn.content for turn in turns):
         raise RowRejected(Reason.EMPTY, "There is no text in it.")
     messages = _join_messages(_trim_turns(turns))
-    uses_tools = [message.uses_tools for message in messages]
-    if any(uses_tools) and tools == "quarantine":
-        raise RowRejected(Reason.TOOLS, "It calls functions; seeds.tools is quarantine.")
-    if any(uses_tools) and tools == "cut":
-        messages = messages[: uses_tools.index(True)]
+    if tools == "cut":
+        messages = list(itertools.takewhile(lambda message: not message.uses_tools, messages))
     num_characters = sum(len(message.text) for message in messages)
     if num_characters > MAX_CHARACTERS:
         raise RowRejected(

@@ -1,4 +1,4 @@
-"""Sources of seeds: files, directories, and data sets on the Hub, one after another or mixed.
+"""Sources of seeds: files, directories, and data sets on the Hub.
 
 Every row that is read is yielded exactly once with the id `source:row`, as a conversation or as a
 rejected row. Files are streamed. A named file without a conversation is an error. In a directory, a
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -307,34 +307,3 @@ def read_questions(path: Path) -> list[Conversation]:
     advice = "rename other columns in the file"
     rows = SourceReader(SeedSource(path=path), path.stem, other_columns=advice)
     return [row for row in rows if isinstance(row, Conversation)]
-
-
-def mix_sources(
-    readers: Sequence[SourceReader], check: Callable[[Row], Row] = lambda row: row
-) -> Iterator[Row]:
-    """Yield the rows of all seed sources, mixed by the weights of the sources.
-
-    Without weights, the sources are read completely, one after another. With weights, conversations
-    are taken in proportion to the weights by d'Hondt's method: the next source is the one with the
-    smallest (kept conversations + 1) / weight. The mixture ends when this source has no more rows.
-    Rejected rows are yielded too, and are not counted as conversations.
-
-    Args:
-        check: Applied to every row; may turn a conversation into a rejected row.
-    """
-    streams = [map(check, reader) for reader in readers]
-    weights = [reader.source.weight for reader in readers if reader.source.weight is not None]
-    if not weights:
-        yield from itertools.chain.from_iterable(streams)
-        return
-    kept = [0] * len(readers)
-    while True:
-        claims = [(number + 1) / weight for number, weight in zip(kept, weights, strict=True)]
-        turn = claims.index(min(claims))
-        for row in streams[turn]:
-            yield row
-            if isinstance(row, Conversation):
-                kept[turn] += 1
-                break
-        else:
-            return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from pipeline.conversations.duplicates import CheckQuestions, Deduplicator
 from pipeline.conversations.sources import (
     Row,
     SourceReader,
-    mix_sources,
     read_questions,
     source_readers,
 )
@@ -28,13 +28,11 @@ def seed_rows(config: Config, readers: Sequence[SourceReader]) -> Iterator[Row]:
     decontamination = CheckQuestions(read_questions(questions) if questions else ())
     deduplicator = Deduplicator(**read_settings(config.generate), near=settings.near_duplicates)
 
-    def filtered(row: Row) -> Row:
+    for row in itertools.chain.from_iterable(readers):
         for each in (decontamination, deduplicator):
             if isinstance(row, Conversation):
                 row = each.check(row)
-        return row
-
-    return mix_sources(readers, filtered)
+        yield row
 
 
 def check_questions(config: Config) -> Path | None:

@@ -96,7 +96,7 @@ def _contaminated(readers: Sequence[SourceReader], questions: Path) -> Iterator[
 def _source_identity(context: Context, reader: SourceReader) -> Identity:
     """Return what the seeds depend on in one source: its settings and the hashes of local files."""
     source = reader.source
-    found = source.model_dump(include={"format", "limit", "columns", "weight"})
+    found = source.model_dump(include={"format", "limit", "columns"})
     if source.hub:
         return {**found, "hub": source.hub, "split": source.split}
     files = [[file.name, context.digests.of(file)] for file in reader.files()]
@@ -133,14 +133,12 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _source_summary(reader: SourceReader) -> Summary:
-    """Return a source's summary: name, row counts per file, skipped files, and weight if any."""
-    found: Summary = {
+    """Return a source's summary: name, row counts per file, and skipped files."""
+    found = {
         "source": reader.name,
         "read": [asdict(count) for count in reader.read],
         "skipped": [asdict(file) for file in reader.skipped],
     }
-    if reader.source.weight:
-        found["weight"] = reader.source.weight
     return storable_json(found)
 
 

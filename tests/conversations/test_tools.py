@@ -1,6 +1,4 @@
-"""Function calls of a seed's assistant: context without labels, or the conversation cut or
-rejected.
-"""
+"""Function calls of a seed's assistant: context without labels, or the conversation cut."""
 
 from __future__ import annotations
 
@@ -88,11 +86,8 @@ def test_every_call_has_an_id_which_its_result_names():
     assert [result["content"] for result in results] == ["one", "s1x"] * 2
 
 
-def test_a_conversation_can_be_cut_before_a_call_or_rejected():
+def test_a_conversation_can_be_cut_before_a_call():
     assert conversation(tools="cut") == Conversation("s:0", (Message("user", "Weather in Paris?"),))
-    assert conversation(tools="quarantine").reason is Reason.TOOLS
-    no_call = {"conversations": SHAREGPT["conversations"][:1]}
-    assert conversation(no_call, tools="quarantine") == conversation(no_call)
 
 
 @pytest.mark.parametrize(

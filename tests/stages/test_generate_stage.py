@@ -173,13 +173,12 @@ def test_the_date_of_a_chat_template_is_the_configuration_s(generated, tmp_path,
     assert made(tiny_target, "2024-02-29") == made(tiny_target, "2026-11-22")
 
 
-def test_special_tokens_in_seeds_are_escaped_kept_or_quarantined(generated, tmp_path):
+def test_special_tokens_in_seeds_are_escaped_or_kept(generated, tmp_path):
     """8 of 80 questions hold the token that ends every turn, whose id is 1."""
     rows = [[f"What is {n}{'</s>' * (n % 10 == 0)}?", "That."] for n in range(80)]
     settings = talks(tmp_path / "seeds.jsonl", rows)
-    for policy, ends, kept in (("escape", 2, 80), ("keep", 3, 80), ("quarantine", 2, 72)):
+    for policy, ends in (("escape", 2), ("keep", 3)):
         stage = generated(**settings, seeds__special_tokens=policy)
         assert stage.summary["special_token_rows"] == 8
-        assert stage.summary["reasons"] == ({"special-tokens": 8} if kept < 80 else {})
         ids = [row["input_ids"] for row in stored(stage)]
-        assert max(row.count(1) for row in ids) == ends and len(ids) == kept
+        assert max(row.count(1) for row in ids) == ends and len(ids) == 80

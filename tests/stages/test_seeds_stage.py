@@ -22,7 +22,7 @@ from pipeline.cli.app import app
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
 from pipeline.conversations.duplicates import CheckQuestions, normalize_text
 from pipeline.conversations.splits import batch_into_shards, split_rows
-from pipeline.errors import CheckFailed, ConfigError, DataError
+from pipeline.errors import CheckFailed, DataError
 from pipeline.flow import run_flow
 from pipeline.report.report import Report, StageFigures
 from pipeline.report.tables import skipped_files_table
@@ -290,16 +290,3 @@ def test_on_the_hub_the_file_of_questions_itself_counts(again, tmp_path, monkeyp
         questions.write_text(lines([question]))
         paths.append(latest(again(until="seeds", **hub), "seeds").path)
     assert paths[0] == paths[2] != paths[1]
-
-
-def test_a_mixture_takes_rows_by_weight(again, make_config, tmp_path):
-    one, other = save_seeds(tmp_path / "a.jsonl", 60), tmp_path / "b.jsonl"
-    other.write_text(lines(f"Question {n}?" for n in range(60)))
-    sources = [{"path": str(one), "weight": 2}, {"path": str(other), "weight": 1}]
-    run = again(until="seeds", seeds__sources=sources)
-    stage = latest(run, "seeds")
-    assert Counter(row["id"][0] for row in stored(stage)) == {"a": 60, "b": 30}
-    assert [source["weight"] for source in stage.summary["sources"]] == [2, 1]
-    del sources[1]["weight"]
-    with pytest.raises(ConfigError, match=r"seeds\.sources"):
-        make_config(tmp_path, seeds__sources=sources)

@@ -20,7 +20,7 @@ def seed_row(row_id: str, text: str = "hello") -> dict[str, Any]:
         "source_id": None,
         "category": None,
         "split": "train",
-        "messages": [{"role": "user", "content": text, "tool_calls": None}],
+        "messages": [{"role": "user", "content": text, "tool_calls": None, "learned": True}],
         "tools": None,
     }
 
