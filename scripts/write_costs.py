@@ -1,4 +1,4 @@
-"""Write the tables of docs/from-nothing-to-served.md: `python scripts/write_costs.py`.
+"""Write the table of docs/get-started.md: `python scripts/write_costs.py`.
 
 Tokens, disk, memory and hours follow the arithmetic of `plan`, from published configurations.
 """
@@ -32,7 +32,7 @@ from pipeline.training.recipe import Recipe, make_recipe  # noqa: E402
 from scripts.write_models import between  # noqa: E402
 from tests.models.published import write  # noqa: E402
 
-PAGE = ROOT / "docs" / "from-nothing-to-served.md"
+PAGE = ROOT / "docs" / "get-started.md"
 CONFIG = ROOT / "configs" / "llama-3.yaml"
 
 WRITTEN = 1_000  # tokens that the target writes in a conversation, over all turns
@@ -49,9 +49,11 @@ class Machine:
 
 
 MACHINES = {
-    "1b": Machine("meta-llama/Llama-3.2-1B-Instruct", "NVIDIA GeForce RTX 4090", 24),
-    "8b": Machine("meta-llama/Llama-3.1-8B-Instruct", "NVIDIA H100 80GB HBM3", 80),
-    "70b": Machine("meta-llama/Llama-3.3-70B-Instruct", "NVIDIA B200", 180),
+    "1B, RTX 4090 (24 GB)": Machine(
+        "meta-llama/Llama-3.2-1B-Instruct", "NVIDIA GeForce RTX 4090", 24
+    ),
+    "8B, H100 (80 GB)": Machine("meta-llama/Llama-3.1-8B-Instruct", "NVIDIA H100 80GB HBM3", 80),
+    "70B, B200 (180 GB)": Machine("meta-llama/Llama-3.3-70B-Instruct", "NVIDIA B200", 180),
 }
 
 
@@ -89,55 +91,27 @@ class Costs:
         sections = self.run.config.placement.of_stages()
         self.hours = Hours(self.run, size, sizes, dict.fromkeys(sections, rates))
 
-    def table(self) -> str:
-        """Return the Markdown table of the run's stages."""
+    def column(self) -> dict[str, str]:
+        """Return what the run costs, by the label of the table's row."""
         dtype, hidden_size = self.run.target.torch_dtype, self.run.shape.hidden_size
         state_bytes = StateFormat(dtype, hidden_size, "native").stored_bytes
-        train = self.memory["train"]
-        checkpoints = KEPT * (train.heads + train.optimizer)
-        weights = gigabytes(self.sizes.weight_bytes())
-        cached = gigabytes(self.states * state_bytes)
-        exported = gigabytes(self.trained * self.sizes.itemsize)
+        train, times = self.memory["train"], self.hours.stages()
         written = f"{self.states / 1e6:,.0f}M"
         steps = f"{self.recipe.epochs} epochs of {self.recipe.steps_per_epoch:,} steps"
-        times = self.hours.stages()
-        total = hours(sum(times.values()))
-        rows = [
-            ("stage", "what it makes", "disk", "GPU memory", "time"),
-            ("---",) * 5,
-            ("seeds", f"{self.conversations:,} conversations", "", "", "download"),
-            (
-                "generate",
-                f"{written} tokens",
-                f"{weights}, the target",
-                self.gib("generate"),
-                hours(times["generate"]),
-            ),
-            (
-                "features",
-                f"{written} states of {state_bytes:,} bytes",
-                cached,
-                self.gib("features"),
-                hours(times["features"]),
-            ),
-            (
-                "train",
-                steps,
-                f"{gigabytes(checkpoints)}, checkpoints",
-                self.gib("train"),
-                hours(times["train"]),
-            ),
-            ("export", f"heads of {self.trained / 1e9:.2f}B numbers", exported, "", ""),
-            (
-                "check",
-                "text compared, speed measured",
-                "",
-                self.gib("check, vllm"),
-                hours(times["check"]),
-            ),
-            ("**together**", "", "", "", f"**{total}**"),
-        ]
-        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        return {
+            f"generate: {written} tokens": hours(times["generate"]),
+            f"features: {written} states": hours(times["features"]),
+            f"train: {steps}": hours(times["train"]),
+            "check": hours(times["check"]),
+            "**all stages**": f"**{hours(sum(times.values()))}**",
+            "disk: the target": gigabytes(self.sizes.weight_bytes()),
+            "disk: states": gigabytes(self.states * state_bytes),
+            "disk: checkpoints": gigabytes(KEPT * (train.heads + train.optimizer)),
+            "disk: heads, exported": gigabytes(self.trained * self.sizes.itemsize),
+            "GPU memory: generate": self.gib("generate"),
+            "GPU memory: train": self.gib("train"),
+            "GPU memory: check": self.gib("check, vllm"),
+        }
 
     def gib(self, name: str) -> str:
         return f"{self.memory[name].total / GIB:.0f} GiB"
@@ -155,20 +129,21 @@ def hours(seconds: float) -> str:
     return f"{seconds / SECONDS:.1f} h"
 
 
-def tables() -> dict[str, str]:
-    """Return the Markdown table of each machine, by its mark in the page."""
-    written = {}
+def table() -> str:
+    """Return the Markdown table, with a column per machine."""
     with tempfile.TemporaryDirectory() as directory:
-        for name, machine in MACHINES.items():
-            written[name] = Costs(machine, Path(directory) / name).table()
-    return written
+        columns = [
+            Costs(machine, Path(directory) / str(number)).column()
+            for number, machine in enumerate(MACHINES.values())
+        ]
+    rows = [["", *MACHINES], ["---"] * (1 + len(MACHINES))]
+    rows += [[label, *(column[label] for column in columns)] for label in columns[0]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    for mark, table in tables().items():
-        page = between(page, mark, table)
-    PAGE.write_text(page, encoding="utf-8")
+    PAGE.write_text(between(page, "costs", table()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Write the tables of docs/models.md: `python scripts/write_models.py`.
+"""Write the memory of models to docs/models.md and a CSV file: `python scripts/write_models.py`.
 
-They are computed from published configurations with the arithmetic of `plan`, and from the result
-of `python -m benchmarks.run architectures`.
+It is computed from published configurations with the arithmetic of `plan`.
 """
 
 from __future__ import annotations
 
-import json
+import csv
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from pipeline.targets.spec import TargetSpec, model_config  # noqa: E402
 from tests.models.published import PUBLISHED, write  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
-RESULT = ROOT / "benchmarks" / "results" / "architectures.json"
+GRID = ROOT / "benchmarks" / "results" / "memory.csv"
 GPUS = (24, 48, 80)  # GB
 CONFIGS = {
     "llama-3.yaml": [name for name in PUBLISHED if "Llama-3" in name],
@@ -43,18 +42,32 @@ CONFIGS = {
     "phi-4.yaml": ["microsoft/phi-4"],
 }
 HEADS = {"recurrent": [], "medusa": ["train.heads=medusa"]}
+COLUMNS = ["model", "configuration", "heads", "weights_gib", "training_gib", "one_gpu_of_gb"]
+ON_PAGE = (
+    "meta-llama/Llama-3.2-1B-Instruct",
+    "meta-llama/Llama-3.2-3B-Instruct",
+    "meta-llama/Llama-3.1-8B-Instruct",
+    "meta-llama/Llama-3.1-70B-Instruct",
+    "Qwen/Qwen2.5-7B-Instruct",
+    "Qwen/Qwen2.5-14B-Instruct",
+    "Qwen/Qwen2.5-32B-Instruct",
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-30B-A3B",
+    "mistralai/Mistral-7B-Instruct-v0.3",
+    "mistralai/Mistral-Small-24B-Instruct-2501",
+    "google/gemma-3-12b-it",
+    "google/gemma-3-27b-it",
+    "microsoft/phi-4",
+)
 
 
 def main() -> None:
+    rows = grid()
+    with GRID.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([COLUMNS, *rows])
     page = PAGE.read_text(encoding="utf-8")
-    page = between(page, "models", table())
-    if RESULT.is_file():
-        page = between(
-            page,
-            "kept",
-            kept_table(json.loads(RESULT.read_text(encoding="utf-8"))["facts"]["families"]),
-        )
-    PAGE.write_text(page, encoding="utf-8")
+    PAGE.write_text(between(page, "models", table(rows)), encoding="utf-8")
 
 
 def between(page: str, mark: str, text: str) -> str:
@@ -65,51 +78,47 @@ def between(page: str, mark: str, text: str) -> str:
     return before + begin + text + end + rest.partition(end)[2]
 
 
-def kept_table(families: dict[str, dict[str, str]]) -> str:
-    """Format the result of `python -m benchmarks.run architectures` as a Markdown table."""
-    columns = ["recurrent, native", "recurrent, vLLM", "medusa, native", "medusa, vLLM"]
-    lines = [["family", "flow", *columns], ["---"] * 6]
-    lines += [
-        [name, row["flow"], *(str(row.get(column, "-")) for column in columns)]
-        for name, row in families.items()
-    ]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def table() -> str:
-    """Format the Markdown table of memory, with a row per model and kind of heads."""
-    heading = [
-        "model",
-        "configuration",
-        "heads",
-        "weights",
-        "training",
-        "fits as it is on one GPU of",
-    ]
-    lines = [heading, ["---"] * len(heading)]
+def grid() -> list[list[str]]:
+    """Return the rows of the CSV file: one per configuration, model and kind of heads."""
+    rows = []
     with tempfile.TemporaryDirectory() as directory:
         for config, names in CONFIGS.items():
             for name in names:
                 target = write(name, Path(directory) / name)
-                lines += [row(config, name, target, heads) for heads in HEADS]
+                rows += [row(config, name, target, heads) for heads in HEADS]
+    return rows
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Format the Markdown table, with a row per model, from the rows of the CSV file."""
+    heading = ["model", "weights"]
+    heading += [f"{part}, {heads}" for heads in HEADS for part in ("training", "one GPU of")]
+    lines = [heading, ["---"] * len(heading)]
+    for name in ON_PAGE:
+        by_heads = {cells[2]: cells[3:] for cells in rows if cells[0] == name}
+        weights = by_heads["recurrent"][0]
+        line = [name.partition("/")[2], f"{weights} GiB"]
+        for _, training, gpu in by_heads.values():
+            line += [f"{training} GiB", f"{gpu} GB" if gpu else "–"]
+        lines.append(line)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def row(config: str, name: str, target: Path, heads: str) -> list[str]:
-    """Return a table row: a model's memory with a kind of heads, and the smallest GPU for it."""
+    """Return a row of the CSV file: a model's memory with a kind of heads, and the smallest GPU."""
     found = {each.stage: each for each in memory(config, target, GPUS[-1], HEADS[heads])}
     weights, training = (
-        f"{size / GIB:.0f} GiB" for size in (found["features"].weights, found["train"].total)
+        f"{size / GIB:.0f}" for size in (found["features"].weights, found["train"].total)
     )
-    link = f"[{config}](../configs/{config})"
-    return [name, link, heads, weights, training, smallest_gpu(config, target, HEADS[heads])]
+    return [name, config, heads, weights, training, smallest_gpu(config, target, HEADS[heads])]
 
 
 def smallest_gpu(config: str, target: Path, words: Sequence[str]) -> str:
+    """Return the GB of the smallest of `GPUS` that holds every stage; empty if none does."""
     for gb in GPUS:
         if fits(config, target, gb, words):
-            return f"{gb} GB"
-    return "–"
+            return str(gb)
+    return ""
 
 
 def fits(config: str, target: Path, gb: int, words: Sequence[str] = ()) -> bool:

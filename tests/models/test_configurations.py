@@ -4,8 +4,8 @@ says the same.
 
 from __future__ import annotations
 
+import csv
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -50,36 +50,40 @@ def test_a_configuration_fits_where_it_says(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_row_of_the_page_is_the_estimate(tmp_path):
-    table = PAGE.partition("<!-- models -->\n")[2].partition("\n<!-- /models -->")[0]
-    seen = set()
-    for line in table.splitlines()[2:]:
-        row = [cell.strip() for cell in line.strip("|").split("|")]
-        model, link, heads = row[:3]
-        name = re.findall(r"\[(.*?)\]", link)[0]
-        assert row == write_models.row(name, model, write(model, tmp_path / model), heads)
-        seen.add(model)
+def test_the_page_s_table_and_the_file_are_the_estimate():
+    rows = write_models.grid()
+    with write_models.GRID.open(newline="") as file:
+        assert [*csv.reader(file)] == [write_models.COLUMNS, *rows]
+    written = write_models.between(PAGE, "models", write_models.table(rows))
+    assert written == PAGE, "run python scripts/write_models.py"
     usual = ("lmsys/", "HuggingFaceH4/")  # of the paper
-    assert {name for name in PUBLISHED if not name.startswith(usual)} <= seen
+    assert {name for name in PUBLISHED if not name.startswith(usual)} <= {row[0] for row in rows}
 
 
-def test_the_page_lists_what_the_benchmark_found():
-    found = json.loads(write_models.RESULT.read_text())["facts"]["families"]
-    assert write_models.between(PAGE, "kept", write_models.kept_table(found)) == PAGE
-    assert found.keys() == {*FAMILIES, *REFUSED}, "benchmarks.run architectures, write_models.py"
+def test_the_page_says_what_the_benchmark_found():
+    result = json.loads((ROOT / "benchmarks" / "results" / "architectures.json").read_text())
+    found = result["facts"]["families"]
+    assert found.keys() == {*FAMILIES, *REFUSED}, "run benchmarks.run architectures"
+    kept = {name for name, row in found.items() if row["flow"] == "kept"}
+    assert kept == {*FAMILIES}
+    for row in (found[name] for name in kept):
+        for identical, _, prompts in (cell.partition(" of ") for cell in row.values()):
+            assert identical == prompts or not prompts, row
+    for name in kept | {*REFUSED}:
+        assert name.partition(",")[0].removesuffix(" with pictures") in PAGE, name
 
 
 @pytest.mark.slow
 def test_the_costs_page_is_the_script_s_arithmetic():
     page = write_costs.PAGE.read_text()
-    for mark, table in write_costs.tables().items():
-        assert write_models.between(page, mark, table) == page, "run python scripts/write_costs.py"
+    written = write_models.between(page, "costs", write_costs.table())
+    assert written == page, "run python scripts/write_costs.py"
 
 
 @pytest.mark.slow
 def test_hours_on_an_h100_are_the_products_by_hand(tmp_path):
     """Llama-3.1-8B: 6.98B parameters in its layers, 4,096 wide, 128,256 tokens, 26M tokens."""
-    costs = write_costs.Costs(write_costs.MACHINES["8b"], tmp_path)
+    costs = write_costs.Costs(write_costs.MACHINES["8B, H100 (80 GB)"], tmp_path)
     times = costs.hours.stages()
     layers = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     rate = 0.4 * 989.5e12
