@@ -364,7 +364,7 @@ class CheckResult(Engines):
     differing: list[Difference] = field(default_factory=list)
     head_0: dict[str, float] | None = None  # its top1 to top5 on held-out text
     frequency: dict[str, float] | None = None  # those of guessing the most frequent tokens
-    drift: TunedDrift | None = None  # of the published weights; None where no backbone was tuned
+    drift: TunedDrift | None = None  # of the published weights; None if no backbone was tuned
     samples: list[Sample] = field(default_factory=list)
     exact_match: list[dict[str, str | int | float]] | None = None  # by category
     prompt_sources: list[PromptSource] | None = None  # None for a file of questions

@@ -38,7 +38,7 @@ GENERATED = pa.schema(
 )
 StoredSpans = Iterable[Mapping[str, Any]]
 TOKEN_COLUMNS = ("id", "parent_id", "split", "input_ids", "spans")
-REDO = "Delete this file and run the same command again: it is made anew."
+REDO = "Delete this file and run the same command again to rebuild it."
 
 
 @dataclass(frozen=True)

@@ -84,14 +84,3 @@ def most_frequent_opening(shards: Iterable[Path]) -> tuple[str, int]:
     """Return the most frequent first question of seed rows, normalized, and how many have it."""
     openings = Counter(first_question(row.conversation) for row in read_seed_rows(shards))
     return openings.most_common(1)[0]
-
-
-def questions_in_two_splits(shards: Iterable[Path]) -> list[str]:
-    """Return the normalized first questions of seed rows that occur in more than one split."""
-    split_of: dict[str, str] = {}
-    shared: dict[str, None] = {}
-    for row in read_seed_rows(shards):
-        question = first_question(row.conversation)
-        if split_of.setdefault(question, row.split) != row.split:
-            shared[question] = None
-    return list(shared)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from textwrap import shorten
-
 from rich.console import Console
 
 from pipeline.cli.arguments import RunArgument
@@ -15,12 +13,7 @@ from pipeline.storage.run_directory import RunDirectory
 def verify(
     run_dir: RunArgument,
 ) -> None:
-    """Compare the size and sha256 of every file with DONE.json; exit 1 if a file is damaged.
-
-    Also checks that no question opens conversations of two splits.
-    """
-    from pipeline.artifacts.seed_rows import questions_in_two_splits
-
+    """Compare the size and sha256 of every file with DONE.json; exit 1 if a file is damaged."""
     run, _ = RunDirectory.open(run_dir)
     console, stages = Console(highlight=False), run.stages()
     if not stages:
@@ -48,15 +41,3 @@ def verify(
             "Delete these files and run the same configuration again: they are made anew, a log by"
             " --fresh STAGE.",
         )
-    seeds = stages.get("seeds")
-    if seeds is None or not seeds.done:
-        return
-    shared = questions_in_two_splits(seeds.shards())
-    if shared:
-        question = shorten(shared[0], 100)
-        raise CheckFailed(
-            f'{len(shared)} questions open conversations of two splits, such as "{question}".',
-            seeds.path,
-            "Run the same configuration again: the seeds are split by their first question.",
-        )
-    print_stage(console, "[green]ok[/]     ", "splits", "no question opens conversations of two")

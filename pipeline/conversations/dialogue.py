@@ -13,7 +13,7 @@ holds every answer exactly as it was sampled. Three modes:
 
 The conversation ends early at a text that is a degenerate loop or empty (if `ends_at_flaws`), or is
 cut off and not kept by `on_truncated`. This text is dropped, and so is a generated user message
-without an answer. The conversation also ends where a prompt leaves no room in the context. The rows
+without an answer. The conversation also ends when a prompt leaves no room in the context. The rows
 keep all earlier turns, unless `on_truncated` rejects the whole conversation.
 """
 

@@ -66,7 +66,7 @@ class Deduplicator:
         digest = hashlib.sha256(json.dumps([texts, conversation.tools]).encode()).digest()
         first = self._first_seen.setdefault(digest, conversation.id)
         if first != conversation.id:
-            return _rejected_seed(conversation, Reason.DUPLICATE, f"The same as {first}.")
+            return _rejected_seed(conversation, Reason.DUPLICATE, f"Same messages as {first}.")
         return conversation
 
 
@@ -90,7 +90,7 @@ class CheckQuestions:
         for message in conversation.messages:
             found = self.find_question(message)
             if found is not None:
-                detail = f"It holds the check's {found}."
+                detail = f"It contains the check's question {found}."
                 return _rejected_seed(conversation, Reason.CONTAMINATED, detail)
         return conversation
 
@@ -117,7 +117,7 @@ def require_new_sample(rows: Sequence[GeneratedRow], earlier: dict[TokenIds, str
     text = tuple(tuple(row.input_ids) for row in rows)
     first = earlier.setdefault((rows[0].parent_id, text), rows[0].id)
     if first != rows[0].id:
-        raise RowRejected(Reason.DUPLICATE, f"It equals the sample {first}, token for token.")
+        raise RowRejected(Reason.DUPLICATE, f"Same tokens as the sample {first}.")
 
 
 def _rejected_seed(conversation: Conversation, reason: Reason, detail: str) -> RejectedRow:

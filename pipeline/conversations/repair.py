@@ -151,7 +151,7 @@ def repair_turns(turns: Sequence[Message], tools: ToolPolicy) -> tuple[Message, 
             characters.
     """
     if not any(turn.content for turn in turns):
-        raise RowRejected(Reason.EMPTY, "There is no text in it.")
+        raise RowRejected(Reason.EMPTY, "The conversation has no text.")
     messages = _join_messages(_trim_turns(turns))
     if tools == "cut":
         messages = list(itertools.takewhile(lambda message: not message.uses_tools, messages))
@@ -159,7 +159,7 @@ def repair_turns(turns: Sequence[Message], tools: ToolPolicy) -> tuple[Message, 
     if num_characters > MAX_CHARACTERS:
         raise RowRejected(
             Reason.TOO_LONG,
-            f"It has {num_characters:,} characters; the limit is {MAX_CHARACTERS:,}.",
+            f"The conversation has {num_characters:,} characters; the limit is {MAX_CHARACTERS:,}.",
         )
     return tuple(messages)
 
@@ -179,7 +179,7 @@ def _trim_turns(turns: Sequence[Message]) -> list[Message]:
     while kept and not kept[-1].content and not kept[-1].uses_tools:
         kept.pop()
     if not any(turn.role == "user" for turn in kept):
-        raise RowRejected(Reason.NO_USER_TURN, "The user says nothing.")
+        raise RowRejected(Reason.NO_USER_TURN, "There is no user message.")
     if not all(turn.text for turn in kept):
         raise RowRejected(Reason.EMPTY, "A turn in the middle, or a function's result, is empty.")
     return kept
@@ -200,9 +200,9 @@ def _join_messages(turns: Sequence[Message]) -> list[Message]:
     for turn in turns:
         last = messages[-1] if messages else Message("system", "")
         if turn.role == "system" and last.role != "system":
-            raise RowRejected(Reason.WRONG_ORDER, "A system prompt stands after the first turn.")
+            raise RowRejected(Reason.WRONG_ORDER, "A system prompt follows the first turn.")
         if turn.role == "tool" and not last.uses_tools:
-            raise RowRejected(Reason.WRONG_ORDER, "A function's result stands without a call.")
+            raise RowRejected(Reason.WRONG_ORDER, "A function's result has no call.")
         apart = turn.role == "tool" or (questions_only and turn.role == "user")
         if not messages or last.role != turn.role or apart:
             messages.append(turn)
@@ -212,7 +212,7 @@ def _join_messages(turns: Sequence[Message]) -> list[Message]:
             if turn.role == "assistant":
                 raise RowRejected(
                     Reason.WRONG_ORDER,
-                    "Two answers stand in a row: a question is missing.",
+                    "Two answers follow one another: a question is missing.",
                 )
             messages[-1] = replace(turn, content=f"{last.content}\n\n{turn.content}")
     return messages

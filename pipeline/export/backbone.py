@@ -57,7 +57,7 @@ def write_backbone(
 
 
 def link_backbone(source: Path, directory: Path, files: Iterable[str]) -> None:
-    """Hard-link a tuned backbone's files into an export, or copy them where that fails.
+    """Hard-link a tuned backbone's files into an export, or copy them if that fails.
 
     An existing `directory` is deleted first.
 

@@ -100,7 +100,7 @@ def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Hea
 
     Raises:
         DataError: This is no export, a tensor is missing, unknown, not finite or of another shape
-            or dtype, or other weights lie beside the heads.
+            or dtype, or other weights are beside the heads.
     """
     path = Path(directory)
     layout = read_layout(path)
@@ -176,7 +176,7 @@ def _open_weights(directory: Path, layout: ExportLayout) -> WeightsFile:
             others.append(file.name)
     if others:
         raise DataError(
-            f"vLLM would load other weights that lie beside the heads: {', '.join(others)}.",
+            f"vLLM would load the other weights beside the heads: {', '.join(others)}.",
             directory,
             "Move them elsewhere.",
         )

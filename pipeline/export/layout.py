@@ -233,9 +233,8 @@ def check_vocabulary(shape: HeadsShape, target_vocab_size: int) -> None:
     """Raise DataError unless an export's heads and the target have the same vocabulary size."""
     if shape.target_vocab_size != target_vocab_size:
         raise DataError(
-            f"The heads are of a vocabulary of {shape.target_vocab_size} tokens, and the target's"
-            f" lm_head has {target_vocab_size}.",
+            f"The heads have a vocabulary of {shape.target_vocab_size} tokens; the target's lm_head"
+            f" has {target_vocab_size}.",
             "vocab_size",
-            "Train the heads on this very target: a padded or resized vocabulary does not load in"
-            " vLLM.",
+            "Train the heads on this target: a padded or resized vocabulary does not load in vLLM.",
         )

@@ -99,7 +99,7 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 def _plain_tensors(path: Path) -> dict[str, Tensor]:
     """Read an export's pickle of named tensors; raise DataError for damage and other objects."""
-    fix = "Convert it to safetensors where you trust it, or fetch the file again."
+    fix = "If you trust it, convert it to safetensors. Otherwise fetch the file again."
     try:
         with warnings.catch_warnings(action="ignore"):  # warns of pickle protocols
             content = torch.load(path, map_location="cpu", weights_only=True)

@@ -127,7 +127,7 @@ class StageDirectory:
 
         The directory is locked exclusively, DONE.json is removed, and `upstream` is recorded. With
         `fresh`, the whole result is dropped and files are not examined. Otherwise damaged files are
-        dropped; if the upstream content has changed, everything but the shards is dropped as well.
+        dropped; if the upstream content has changed, everything except the shards is dropped too.
         Shards that are out of date are found by `pending`.
 
         Args:

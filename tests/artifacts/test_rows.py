@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +11,10 @@ from pipeline.artifacts.generated_rows import (
     GENERATED,
     TokenRow,
     generated_columns,
-    num_contaminated,
     read_token_rows,
 )
 from pipeline.artifacts.seed_rows import SeedRow, read_seeds
 from pipeline.conversations.conversation import Conversation, Message
-from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.row_builder import GeneratedRow
 from pipeline.conversations.spans import Span
 from pipeline.errors import DamagedShard, DataError
@@ -68,20 +65,3 @@ def test_damaged_rows_and_rows_of_another_run_are_refused(path):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(DamagedShard):
         next(read_token_rows([path], FINGERPRINT))
-
-
-def test_training_rows_with_a_question_of_the_check_are_counted(path):
-    question, answer = Message("user", "Why?"), Message("assistant", "Why?")
-    other = (Message("user", "How?"), Message("assistant", "So."))
-    talks = [
-        ("train", (question,)),
-        ("train", (*other, answer)),
-        ("train", other),
-        ("check", (question,)),
-    ]
-    rows = [
-        generated_columns(replace(GENERATED_ROW, id=f"s:{n}", messages=said), of)
-        for n, (of, said) in enumerate(talks)
-    ]
-    write_shard(path, rows, schema=GENERATED)
-    assert num_contaminated([path], CheckQuestions([Conversation("q:0", (question,))])) == 2

@@ -145,13 +145,6 @@ def test_a_seed_depends_only_on_run_row_and_turn(chatml, tokenizer):
     assert other_sample == seeds(sampled, replace(SEED, id="seeds:7~2"))
 
 
-def test_sampling_settings_reach_the_request(chatml):
-    assert seed_dialogue(chatml).next_request().seed is None
-    sampling = Sampling(temperature=0.7, top_p=0.9, max_new_tokens=17)
-    request = seed_dialogue(chatml, sampling=sampling).next_request()
-    assert (request.temperature, request.top_p, request.max_new_tokens) == (0.7, 0.9, 17)
-
-
 # Self-talk.
 
 

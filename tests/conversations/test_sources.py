@@ -58,12 +58,9 @@ def test_a_limit_counts_rejected_rows_and_all_files(limit, tmp_path):
     ("name", "data", "found"),
     [
         ("empty.jsonl", b"", "empty"),
-        ("none.json", b"[]", "empty"),
         ("empty.jsonl.gz", gzip.compress(b"", mtime=0), "empty"),
         ("table.jsonl", b'{"text": "Once", "label": 1}', "`text`, `label`"),
-        ("numbers.json", b"[1, 2, 3]", "int"),
         ("prose.json", b"Call me Ishmael.\nSome years ago", "not valid JSON"),
-        ("picture.jsonl", bytes(range(128, 256)) * 9, "not valid JSON"),
         ("utf-16.txt", "Hello?\n你好".encode("utf-16-le"), "not UTF-8"),
         ("prompts.csv", b"why is the sky blue?\nwho are you?\n", "why is the sky blue"),
     ],

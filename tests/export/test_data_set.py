@@ -8,11 +8,10 @@ import pytest
 from datasets import load_dataset
 from huggingface_hub import DatasetCard
 
-from pipeline.errors import ConfigError, DataError
-from pipeline.export.data_set import data_set_upload
+from pipeline.errors import ConfigError
 from pipeline.storage.shards import read_rows
 from tests.export.hub_stand_in import Repository
-from tests.export.pushes import PASSED, conversations_of, published, run_config, send
+from tests.export.pushes import PASSED, conversations_of, run_config, send
 from tests.flows.tiny import latest
 
 REPORT = PASSED | {
@@ -91,8 +90,3 @@ def test_another_data_set_is_never_written_over(hub, push_it, theirs):
     with pytest.raises(ConfigError):
         push_it()
     assert hub.repositories[PLACE].commits == [{theirs: b"theirs"}]
-
-
-def test_shards_of_another_run_are_refused(generated, tmp_path):
-    with pytest.raises(DataError):
-        data_set_upload(generated.shards(), "0" * 64, published(report=REPORT), tmp_path)

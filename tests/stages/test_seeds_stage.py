@@ -9,20 +9,16 @@ import math
 from collections import Counter
 from io import StringIO
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from typer.testing import CliRunner
 
 from pipeline.artifacts.seed_rows import SEEDS
-from pipeline.cli.app import app
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
-from pipeline.conversations.duplicates import CheckQuestions, normalize_text
+from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.splits import batch_into_shards, split_rows
-from pipeline.errors import CheckFailed, DataError
+from pipeline.errors import DataError
 from pipeline.flow import run_flow
 from pipeline.report.report import Report, StageFigures
 from pipeline.report.tables import skipped_files_table
@@ -166,20 +162,6 @@ def test_text_that_is_not_read_gives_a_warning(made, tmp_path):
     path.write_text(lines(rows))
     (warning,) = made(path).summary["warnings"]
     assert "`context` has text in 40 of 40 rows" in warning and "input: context}" in warning
-
-
-def test_verify_names_a_question_that_opens_two_splits(made, tiny_seeds, tmp_path, monkeypatch):
-    stage = made(tiny_seeds)
-    assert CliRunner().invoke(app, ["verify", str(tmp_path / "run")]).exit_code == 0
-    path = stage.shard_path(0)
-    table = pq.read_table(path)
-    other = ["check" if split == "train" else "train" for split in table["split"].to_pylist()]
-    doubled = table.set_column(table.schema.get_field_index("split"), "split", pa.array(other))
-    monkeypatch.setattr(StageDirectory, "verify", lambda self: [])
-    pq.write_table(pa.concat_tables([table, doubled]), path)
-    result = CliRunner().invoke(app, ["verify", str(tmp_path / "run")])
-    assert isinstance(result.exception, CheckFailed)
-    assert normalize_text(table["messages"][0].as_py()[0]["content"]) in str(result.exception)
 
 
 def test_every_row_of_a_dirty_file_is_accounted_for(made, tmp_path):
