@@ -143,7 +143,7 @@ def test_original_and_tuned_target_answer_a_file_of_questions(
     rows = []
     for n in range(3):
         turns = [f"why {n}?", "how?"]
-        rows.append({"question_id": n, "turns": turns, "reference": ["no", "none"]})
+        rows.append({"question_id": n, "turns": turns})
     questions = write_lines(tmp_path / "questions.jsonl", *rows)
     config = make_config(tmp_path, **JOINT | {"check__prompts": questions})
     check = latest(run_again(config), "check")
@@ -159,8 +159,6 @@ def test_original_and_tuned_target_answer_a_file_of_questions(
             ids = greedy(model, template.opening([Message("user", row["turns"][0])]), NEW_TOKENS)
             assert answered[0] == tokenizer.decode(ids, skip_special_tokens=True).strip()
     assert turns["plain"] == turns["medusa"] != turns["original"]
-    (matched,) = check.summary["exact_match"]
-    assert matched.keys() == {"category", "answers", "plain", "medusa", "original"}
 
 
 @pytest.mark.parametrize(

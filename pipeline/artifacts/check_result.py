@@ -86,7 +86,7 @@ class LogitChange:
 
 @result
 class Speed:
-    """Decoding speed with heads and that of plain decoding (`baseline_…`); times in seconds.
+    """Decoding speed with heads and that of plain decoding (`baseline_…`).
 
     A figure that was not measured is None. A range is that of tokens per second over the repeats,
     slowest first; with one repeat it is None.
@@ -100,8 +100,6 @@ class Speed:
     baseline_tokens_per_second: float | None = None
     range: list[float] | None = None
     baseline_range: list[float] | None = None
-    time_to_first_token: float | None = None
-    baseline_time_to_first_token: float | None = None
 
 
 @result
@@ -120,14 +118,6 @@ class ChainRate(Speed):
 
 
 @result
-class DatastoreFigures:
-    """The datastore of the baseline `retrieval`; the seconds include reading the training text."""
-
-    tokens: int
-    build_seconds: float
-
-
-@result
 class Baseline(Speed):
     """The speed of a decoding method without heads, or the reason why it `failed`."""
 
@@ -135,8 +125,6 @@ class Baseline(Speed):
     failed: str | None = None
     greedy_match: GreedyMatch | None = None
     categories: list[Category] | None = None
-    drafted_share: float | None = None  # share of steps with a guess; None for transformers' own
-    datastore: DatastoreFigures | None = None
 
 
 @result
@@ -146,17 +134,6 @@ class TreeRow(Speed):
     tree: str | None = None
     heads: int | None = None
     nodes: int
-    categories: dict[str, float] | None = None  # acceleration rates
-
-
-@result
-class TypicalRow(Speed):
-    """The speed with an acceptance rule in the study `typical`."""
-
-    temperature: float
-    rule: str
-    eps: float | None = None
-    log_likelihood: float | None = None  # nats per token
 
 
 @result
@@ -190,26 +167,10 @@ class LoadRow(Speed):
 
 
 @result
-class BatchLimits:
-    """The limits of a batch that decodes on GPUs, by arithmetic with their peak figures.
-
-    Attributes:
-        memory_bound_tokens: The tokens up to which a step is bound by memory (B*).
-        sequences: The sequences whose keys and values fit beside the weights (B+).
-        sequence_tokens: The length of such a sequence.
-    """
-
-    memory_bound_tokens: int
-    sequences: int
-    sequence_tokens: int
-
-
-@result
 class Studies:
     """The rows of each study; None for a study that was not run."""
 
     trees: list[TreeRow] | None = None
-    typical: list[TypicalRow] | None = None
     heads: list[TreeRow] | None = None
     load: list[LoadRow] | None = None
 
@@ -223,7 +184,6 @@ class EngineFigures(Speed):
     tie_tolerance: float | None = None
     logit_change: LogitChange | None = None  # from which the tolerance follows, unless it is set
     largest_gap: float | None = None  # of a token to the best logit, in differences that are no tie
-    dtype: str | None = None
     seen_share: float | None = None  # share of answers that are also in training rows
     new: NewAnswers | None = None
     studies: Studies | None = None
@@ -233,18 +193,12 @@ class EngineFigures(Speed):
 class NativeFigures(EngineFigures):
     """The check's figures of native decoding with the tree."""
 
-    accepted_lengths: list[int] | None = None  # the number of steps that accept 0, 1, … guesses
     prompts: int | None = None
     skipped_prompts: int | None = None
-    repeats: int | None = None
     threads: int | None = None
     target_parameters: int | None = None
     acceptance: str | None = None
     temperature: float | None = None
-    eps: float | None = None
-    delta: float | None = None
-    top_p: float | None = None
-    log_likelihood: dict[str, float] | None = None  # nats per token, by rule
     categories: list[Category] | None = None
     baselines: list[Baseline] | None = None
     chain: ChainRate | None = None
@@ -262,7 +216,6 @@ class VllmFigures(EngineFigures):
     same_text_acceleration_rate: float | None = None  # replayed on native answers
     expected_acceleration_rate: float | None = None
     expected_standard_error: float | None = None
-    batch_limits: BatchLimits | None = None  # of the GPU that decoded
 
 
 @result
@@ -351,7 +304,6 @@ class CheckFigures(Engines):
 
     prompt_sources: list[PromptSource] | None = None  # None for a file of questions
     contaminated_rows: int | None = None
-    exact_match: list[dict[str, str | int | float]] | None = None
     passed: bool
     failures: list[str]
 
@@ -366,7 +318,6 @@ class CheckResult(Engines):
     frequency: dict[str, float] | None = None  # those of guessing the most frequent tokens
     drift: TunedDrift | None = None  # of the published weights; None if no backbone was tuned
     samples: list[Sample] = field(default_factory=list)
-    exact_match: list[dict[str, str | int | float]] | None = None  # by category
     prompt_sources: list[PromptSource] | None = None  # None for a file of questions
     contaminated_rows: int | None = None  # training rows that hold a question of the check's file
     hardware: JsonObject | None = None  # of the machine that decoded
@@ -401,7 +352,6 @@ class CheckResult(Engines):
             vllm=self.vllm,
             prompt_sources=self.prompt_sources,
             contaminated_rows=self.contaminated_rows,
-            exact_match=self.exact_match or None,
             passed=not failures,
             failures=failures,
         )

@@ -86,7 +86,6 @@ class Accuracy:
     top3: float | None = None
     top4: float | None = None
     top5: float | None = None
-    new: Accuracy | None = None  # on new answers alone
 
 
 @result
@@ -99,7 +98,6 @@ class TreeFigures(Expected):
     text: str  # what it was measured on
     tokens_by_depth: list[float]
     dynamic: DynamicTree | None = None
-    searches: dict[str, float] | None = None  # each search's rate on text that it has not seen
     sizes: list[TimedSize] | None = None
     answers: int
     seen_share: float

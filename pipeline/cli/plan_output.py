@@ -18,7 +18,11 @@ from rich.filesize import decimal
 from pipeline.cli.plan_times import newest_result, time_lines
 from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
-from pipeline.evaluation.batch_limits import batch_limits, gpu_figures
+from pipeline.evaluation.batch_limits import (
+    gpu_figures,
+    memory_bound_tokens,
+    sequences_in_memory,
+)
 from pipeline.execution.placement import most_workers
 from pipeline.flow import STAGES
 from pipeline.report.text_table import print_grid, wide_console
@@ -272,14 +276,11 @@ def _batch_lines(run: ResolvedRun, target: TargetSizes) -> Iterator[str]:
     if gpu is None or memory is None:
         return
     num_gpus = max(1, run.gpus_of("generate"))
-    limits = batch_limits(
-        gpu,
-        target,
-        memory=num_gpus * memory,
-        cached_bytes=cached_numbers(run.target_config) * target.itemsize,
-        sequence_tokens=min(CACHED_TOKENS, run.context),
-    )
-    tokens = limits.memory_bound_tokens
+    weights = target.weight_bytes()
+    tokens = memory_bound_tokens(gpu, weights / target.parameters)
+    length = min(CACHED_TOKENS, run.context)
+    text_bytes = length * cached_numbers(run.target_config) * target.itemsize
+    sequences = sequences_in_memory(num_gpus * memory, weights, text_bytes)
     draft_tokens = run.config.calibrate.draft_tokens
     if draft_tokens == "auto":
         draft_tokens = run.config.train.num_heads
@@ -287,8 +288,7 @@ def _batch_lines(run: ResolvedRun, target: TargetSizes) -> Iterator[str]:
         f"By arithmetic, a step on {name or 'such a GPU'} ({gpu.tflops:,g} TFLOP/s,"
         f" {gpu.bandwidth_gbs:,g} GB/s) is bound by memory up to {tokens:,} tokens:"
         f" {tokens // (draft_tokens + 1):,} requests with {draft_tokens} draft tokens each;"
-        f" the memory of {num_gpus} GPU(s) holds {limits.sequences:,} sequences of"
-        f" {limits.sequence_tokens:,} tokens."
+        f" the memory of {num_gpus} GPU(s) holds {sequences:,} sequences of {length:,} tokens."
     )
 
 

@@ -111,10 +111,6 @@ class HeldOutRanks:
         _, place = np.unique(self.conversations, return_inverse=True)
         return self._ranks_of_spans(place % 2 == 0), self._ranks_of_spans(place % 2 == 1)
 
-    def new_answers(self) -> HeldOutRanks:
-        """Return the ranks of the answers that are not also in training rows."""
-        return self._ranks_of_spans(~self.seen)
-
     def _ranks_of_spans(self, chosen: npt.NDArray[np.bool_]) -> HeldOutRanks:
         """Return the ranks of the chosen spans."""
         lengths = np.diff(self.starts, append=len(self))
@@ -161,17 +157,6 @@ class Replay:
     def new_answers(self) -> Replay:
         """Return the steps in answers that are not also in training rows."""
         return Replay(*(column[~self.seen_S] for column in vars(self).values()))
-
-    def accepted(self, ranks: HeldOutRanks) -> list[list[int]]:
-        """Return for each answer the number of tokens that each step adds, as in `Decoded`.
-
-        `ranks` must be those of the replay.
-        """
-        answers_S = np.searchsorted(ranks.starts, self.places_S, side="right") - 1
-        found: list[list[int]] = [[] for _ in ranks.starts]
-        for answer, kept in zip(answers_S.tolist(), self.kept_S.tolist(), strict=True):
-            found[answer].append(kept + 1)
-        return found
 
     def depth_shares(self) -> list[float]:
         """Return the shares of steps that accept at least 1, 2, … guesses, up to the most accepted.

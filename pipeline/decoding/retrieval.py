@@ -29,17 +29,13 @@ Texts = Iterable[Sequence[int] | npt.NDArray[np.integer]]
 
 
 class Datastore:
-    """Texts of token ids in which suffixes of a context are looked up by a suffix array.
-
-    `num_tokens` is the number of tokens of all texts.
-    """
+    """Texts of token ids in which suffixes of a context are looked up by a suffix array."""
 
     def __init__(self, texts: Texts):
         parts = []
         for text in texts:
             parts.append(np.asarray(text, np.int32) + 1)
             parts.append(np.array([SEPARATOR], np.int32))
-        self.num_tokens = sum(map(len, parts)) - len(parts) // 2
         # A continuation near the end must not reach beyond the array.
         parts.append(np.full(MAX_SUFFIX + MAX_DEPTH, SEPARATOR, np.int32))
         self._tokens = np.concatenate(parts)
@@ -129,22 +125,12 @@ def most_frequent_tree(continuations: Sequence[Sequence[int]], num_nodes: int) -
 
 
 class Retrieval(Drafter):
-    """Drafter of continuations in a datastore, in trees of at most `num_nodes` nodes.
-
-    Attributes:
-        num_steps: The number of decoding steps, over all texts.
-        num_drafted: The number of these steps that have at least one guess.
-    """
+    """Drafter of continuations in a datastore, in trees of at most `num_nodes` nodes."""
 
     def __init__(self, datastore: Datastore, num_nodes: int):
         super().__init__(num_nodes, MAX_DEPTH)
         self._datastore = datastore
-        self.num_steps = 0
-        self.num_drafted = 0
 
     def draft(self) -> Draft:
         """Propose the most frequent continuations of the longest suffix in the datastore."""
-        draft = most_frequent_tree(self._datastore.continuations(self.text), self.num_nodes)
-        self.num_steps += 1
-        self.num_drafted += bool(draft.tokens)
-        return draft
+        return most_frequent_tree(self._datastore.continuations(self.text), self.num_nodes)

@@ -29,18 +29,3 @@ def write_model_answers(directory: Path, lines: Sequence[Line]) -> None:
 def _write_answer_lines(path: Path, lines: Iterable[Line]) -> None:
     """Write answers to a file, as JSON lines."""
     write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-
-
-def read_answers(directory: Path) -> dict[str, list[Line]]:
-    """Read the check stage's answers by method: `plain` first, `original` last.
-
-    `original` are the answers of the original target, if the backbone was tuned.
-    """
-    paths = sorted((directory / "answers").glob("*.jsonl"))
-    paths.sort(key=lambda path: path.stem != "plain")
-    paths += (directory / "model_answer").glob("*-original.jsonl")
-    found = {}
-    for path in paths:
-        name = "original" if path.parent.name == "model_answer" else path.stem
-        found[name] = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    return found

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from pipeline.artifacts.check_result import Sample, SampleToken
@@ -31,20 +30,6 @@ if TYPE_CHECKING:
 AnswerLines = dict[str, list[Line]]  # by method
 
 NUM_SAMPLES = 2  # decoded answers in the report
-
-
-def mean_log_likelihood(
-    model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
-) -> float:
-    """Compute the mean log-likelihood of the answers' tokens under the target, at temperature 1.
-
-    The unit is nats per token, over all answers together.
-    """
-    likelihoods = []
-    for log_p_TV, answer in zip(log_probabilities(model, prompts, answers), answers, strict=True):
-        written_T1 = torch.tensor(answer, device=log_p_TV.device)[:, None]
-        likelihoods += log_p_TV.gather(-1, written_T1)[:, 0].tolist()
-    return statistics.fmean(likelihoods)
 
 
 def log_probabilities(

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.artifacts.check_result import BatchLimits
 from pipeline.config.running import PlacementConfig
 from pipeline.targets.sizes import TargetSizes
 
@@ -103,28 +102,3 @@ def sequences_in_memory(memory: float, weights: float, bytes_per_sequence: float
     All arguments are in bytes. The result is 0 if the weights do not fit.
     """
     return max(0, int((memory - weights) / bytes_per_sequence))
-
-
-def batch_limits(
-    gpu: GpuFigures,
-    target: TargetSizes,
-    *,
-    memory: float,
-    cached_bytes: float,
-    sequence_tokens: int,
-) -> BatchLimits:
-    """Return the limits of a batch that decodes with a target.
-
-    Args:
-        gpu: The peak figures of one GPU.
-        target: The target's size.
-        memory: The memory of all GPUs that share the target, in bytes.
-        cached_bytes: The size of a token's keys and values.
-        sequence_tokens: The number of tokens of each sequence.
-    """
-    weights = target.weight_bytes()
-    return BatchLimits(
-        memory_bound_tokens=memory_bound_tokens(gpu, weights / target.parameters),
-        sequences=sequences_in_memory(memory, weights, cached_bytes * sequence_tokens),
-        sequence_tokens=sequence_tokens,
-    )

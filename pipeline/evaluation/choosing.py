@@ -33,7 +33,6 @@ class ChosenTree:
         source: The search that found the tree, or `calibrate.choices`.
         node_shares: The share of steps that accept each node of `choices`.
         replayed: The steps of decoding held-out text with the tree.
-        searches: The rate of each search's tree of this size; None for a given tree.
         sizes: The figures of each size whose overhead was measured; None for a given tree.
         searched: The searched tree up to the stock tree's size; None for a given tree.
     """
@@ -43,7 +42,6 @@ class ChosenTree:
     node_shares: list[float]
     replayed: Replay
     dynamic: DynamicTree | None = None
-    searches: dict[str, float] | None = None
     sizes: list[TimedSize] | None = None
     searched: tuple[TreePath, ...] | None = None
 
@@ -88,15 +86,11 @@ def best_tree(fits: CrossFit, num_nodes: int | None, overheads: Overheads) -> Ch
             costs.setdefault((name, min(size, len(tree))), cost)
     rates = {choice: fits.replay(*choice).acceleration_rate for choice in costs}
     source, size = fastest_choice(rates, costs)
-    searches = {}
-    for name, tree in fits.whole.items():
-        searches[name] = fits.replay(name, min(size, len(tree))).acceleration_rate
     return ChosenTree(
         source,
         fits.whole[source][:size],
         fits.node_shares(source, size),
         fits.replay(source, size),
-        searches=searches,
         sizes=_timed_sizes({each: fits.replay(source, each) for each in overheads}, overheads),
         searched=fits.whole[source][:STOCK_NODES],
     )

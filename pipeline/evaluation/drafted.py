@@ -7,12 +7,8 @@ nodes as the heads' tree.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import TYPE_CHECKING
 
-from pipeline.artifacts.check_result import Baseline, DatastoreFigures
-from pipeline.artifacts.json_form import rounded
 from pipeline.artifacts.seen_answers import TrainingText
 from pipeline.config import BaselineName, CheckConfig
 from pipeline.decoding.acceptance import greedy_acceptance
@@ -25,25 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RETRIEVAL: BaselineName = "retrieval"
-
-
-@dataclass(frozen=True)
-class RetrievalBaseline:
-    """The baseline `retrieval`: its greedy decoding method, its drafter and its datastore."""
-
-    decode: Decode
-    drafter: Retrieval
-    datastore: DatastoreFigures
-
-    def add_to(self, figures: Baseline) -> Baseline:
-        """Add the datastore and the share of steps with a guess to the baseline's figures.
-
-        The share is of all steps so far, the warm-up's included; None if there was none.
-        """
-        share = None
-        if self.drafter.num_steps:
-            share = rounded(self.drafter.num_drafted / self.drafter.num_steps)
-        return replace(figures, datastore=self.datastore, drafted_share=share)
 
 
 def require_training_text(settings: CheckConfig, trained: TrainingText | None) -> None:
@@ -65,8 +42,8 @@ def retrieval_baseline(
     num_tokens: int,
     eos_token_ids: Collection[int],
     max_length: int,
-) -> RetrievalBaseline:
-    """Build the baseline `retrieval` from a run's training text.
+) -> Decode:
+    """Return the decoding method `retrieval`, built from a run's training text.
 
     Args:
         num_nodes: The maximum number of nodes of a candidate tree.
@@ -77,11 +54,6 @@ def retrieval_baseline(
     Raises:
         DamagedShard, DataError, EnvironmentFault: The training text cannot be read.
     """
-    start = perf_counter()
-    datastore = Datastore(trained.texts())
-    seconds = round(perf_counter() - start, 3)
-    figures = DatastoreFigures(tokens=datastore.num_tokens, build_seconds=seconds)
-    drafter = Retrieval(datastore, num_nodes)
+    drafter = Retrieval(Datastore(trained.texts()), num_nodes)
     decoder = DraftDecoder(model, drafter, eos_token_ids=eos_token_ids, max_length=max_length)
-    decode = decode_by(decoder, greedy_acceptance, num_tokens)
-    return RetrievalBaseline(decode, drafter, figures)
+    return decode_by(decoder, greedy_acceptance, num_tokens)

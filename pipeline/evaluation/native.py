@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import sqrt
 from typing import TYPE_CHECKING
 
 from pipeline.artifacts.check_result import (
@@ -23,18 +22,8 @@ from pipeline.artifacts.check_result import (
 )
 from pipeline.decoding.acceptance import greedy_acceptance
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
-from pipeline.evaluation.answers import (
-    AnswerLines,
-    answer_lines,
-    mean_log_likelihood,
-    samples,
-)
-from pipeline.evaluation.drafted import (
-    RETRIEVAL,
-    RetrievalBaseline,
-    require_training_text,
-    retrieval_baseline,
-)
+from pipeline.evaluation.answers import AnswerLines, answer_lines, samples
+from pipeline.evaluation.drafted import RETRIEVAL, require_training_text, retrieval_baseline
 from pipeline.evaluation.overhead import fastest_threads
 from pipeline.evaluation.prompts import CheckRequest, rule_of
 from pipeline.evaluation.speed import (
@@ -48,7 +37,6 @@ from pipeline.evaluation.speed import (
     check_speed,
     decode_by,
     require_steps,
-    steps_by_accepted_length,
     take_turns,
     with_new_answers,
 )
@@ -82,7 +70,6 @@ class Measurement:
             greedy, they are `passes`; otherwise there is one repetition.
         failed: For each baseline that failed, by name, the reason.
         change: How far logits change between forwards of plain decoding's greedy answers.
-        retrieval: The baseline of this name, if it was asked for.
     """
 
     request: CheckRequest
@@ -91,7 +78,6 @@ class Measurement:
     greedy_passes: list[Pass]
     failed: dict[str, str]
     change: LogitChange
-    retrieval: RetrievalBaseline | None = None
 
     def comparison(self, method: str) -> Comparison:
         """Compare a method's greedy answers with plain decoding's, in the first repetition."""
@@ -135,11 +121,10 @@ def check_native(
         model, heads.to(input_device(model)), request.tree, eos_token_ids=eos, max_length=room
     )
     baselines: dict[str, Decode] = {}
-    retrieval = None
     for name in settings.baselines:
         if name == RETRIEVAL:
             assert request.trained is not None, "require_training_text"
-            retrieval = retrieval_baseline(
+            baselines[name] = retrieval_baseline(
                 request.trained,
                 model,
                 accelerated.tree.num_nodes,
@@ -147,13 +132,11 @@ def check_native(
                 eos_token_ids=eos,
                 max_length=room,
             )
-            baselines[name] = retrieval.decode
         else:
             baselines[name] = baseline(name, model, eos, settings.max_new_tokens, request.assistant)
     endless = plain_decoder(model, eos_token_ids=(), max_length=room)
     with fastest_threads(endless, prompts[0].ids) as threads:
         measured = decode_check_prompts(request, plain, accelerated, baselines, progress)
-        measured = replace(measured, retrieval=retrieval)
         greedy = token_ids(measured.greedy_passes[0][PLAIN])
         decoding = Decoding(plain, accelerated, prompts, greedy)
         chain = chain_rate(decoding, layout.num_speculative_tokens)
@@ -243,41 +226,22 @@ def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigur
         else:
             match = measured.comparison(name).match
             figures = baseline_figures(prompts, measured.greedy_passes, name)
-            figures = replace(figures, greedy_match=match)
-            if name == RETRIEVAL and measured.retrieval is not None:
-                figures = measured.retrieval.add_to(figures)
-            baselines.append(figures)
+            baselines.append(replace(figures, greedy_match=match))
     found = NativeFigures(
         **vars(check_speed(prompts, passes)),
         greedy_match=comparison.match,
         largest_gap=comparison.largest_gap,
         tie_tolerance=tie_tolerance(measured.change, settings),
         logit_change=measured.change,
-        dtype=request.target.dtype,
-        accepted_lengths=steps_by_accepted_length(decoded),
         prompts=len(prompts),
-        repeats=settings.repeats,
         target_parameters=measured.model.num_parameters(),
         acceptance=settings.acceptance,
+        temperature=None if settings.acceptance == "greedy" else settings.temperature,
         categories=by_category(prompts, passes),
         baselines=baselines,
     )
     accepted = [answer.accepted for answer in decoded]
-    found = with_new_answers(found, request, token_ids(decoded), accepted)
-    if settings.acceptance == "greedy":
-        return found
-    written = {"greedy": token_ids(measured.greedy_passes[0][PLAIN])}
-    written[settings.acceptance] = token_ids(decoded)
-    if rule_of(settings).samples:
-        written["sampling"] = token_ids(passes[0][PLAIN])
-    likelihoods = {}
-    for rule, answers in written.items():
-        likelihood = mean_log_likelihood(measured.model, prompts, answers)
-        likelihoods[rule] = round(likelihood, 4)
-    found = replace(found, temperature=settings.temperature, log_likelihood=likelihoods)
-    if settings.acceptance == "typical":
-        return replace(found, eps=settings.typical_eps, delta=sqrt(settings.typical_eps))
-    return replace(found, top_p=settings.top_p)
+    return with_new_answers(found, request, token_ids(decoded), accepted)
 
 
 def token_ids(decoded: Sequence[Decoded]) -> list[list[int]]:

@@ -98,12 +98,12 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
     accepted = accelerated.accepted
     require_steps(accepted)
     comparison = comparison_of(answers)
-    heads = served_method(HEADS, drafting, prompts, plain, accelerated, comparison.match)
+    heads = served_method(HEADS, drafting, prompts, accelerated, comparison.match)
     methods = [heads]
     loads = load_rows_of_check(heads, plain, accelerated)
     for (name, config), texts in zip(compared.items(), others, strict=True):
         match = None if texts.failed else comparison_of(texts.token_ids).match
-        method = served_method(name, config, prompts, plain, texts, match)
+        method = served_method(name, config, prompts, texts, match)
         methods.append(method)
         if not texts.failed:
             loads += load_rows_of_check(method, plain, texts)
@@ -124,7 +124,6 @@ def check_served(request: CheckRequest, progress: ProgressReporter = SILENT) -> 
         largest_gap=comparison.largest_gap,
         tie_tolerance=tolerance,
         logit_change=change,
-        dtype=request.target.dtype,
     )
     figures = with_new_answers(figures, request, answers, accepted)
     return CheckResult(vllm=figures, differing=comparison.differing)

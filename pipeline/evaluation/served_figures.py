@@ -13,14 +13,12 @@ from pipeline.evaluation.speed import check_rate, members_of_categories, range_o
 from pipeline.targets.vllm_decode import VLLMTexts
 
 NUM_IN_TURN = 8  # prompts
-NUM_OF_CATEGORY = 4
 
 
 def served_method(
     name: str,
     config: Mapping[str, Any],
     prompts: Sequence[Prompt],
-    plain: VLLMTexts,
     texts: VLLMTexts,
     match: GreedyMatch | None,
 ) -> ServedMethod:
@@ -30,8 +28,7 @@ def served_method(
         name: The method's name.
         config: Its speculative configuration.
         prompts: The prompts that were decoded.
-        plain: What vLLM decoded without drafts.
-        texts: What it decoded by this method.
+        texts: What vLLM decoded by this method.
         match: The comparison with plain decoding's text; None for a method that failed.
     """
     if texts.failed:
@@ -43,53 +40,36 @@ def served_method(
         acceleration_rate=rounded(measured.rate),
         standard_error=rounded(measured.standard_error),
         greedy_match=match,
-        categories=served_categories(prompts, plain, texts),
+        categories=served_categories(prompts, texts.accepted),
     )
 
 
 def prompts_in_turn(prompts: Sequence[Prompt]) -> list[int]:
-    """Choose the prompts that are also decoded one after another, by index.
-
-    They are up to `NUM_OF_CATEGORY` of each category; with fewer than two categories up to
-    `NUM_IN_TURN`. Each is of another conversation.
-    """
-    members = members_of_categories(prompts)
-    if len(members) < 2:
-        return sorted(spread(prompts, NUM_IN_TURN))
-    chosen = []
-    for rows in members.values():
-        of_category = [prompts[row] for row in rows]
-        chosen += sorted(rows[place] for place in spread(of_category, NUM_OF_CATEGORY))
-    return chosen
+    """Choose up to `NUM_IN_TURN` prompts fairly, to be decoded one after another too; by index."""
+    return sorted(spread(prompts, NUM_IN_TURN))
 
 
 def served_categories(
-    prompts: Sequence[Prompt], plain: VLLMTexts, texts: VLLMTexts
-) -> list[Category]:
-    """Compute a method's rate and speed for each category of prompts, decoded one after another.
+    prompts: Sequence[Prompt], accepted: Sequence[Sequence[int]]
+) -> list[Category] | None:
+    """Compute a method's acceleration rate for each category of prompts; None for fewer than two.
 
-    The rate and its standard error are those of all prompts of the category; they are None if every
-    answer ended with its first token. With fewer than two categories there is nothing to compare.
+    Args:
+        accepted: Per answer, the number of tokens that each step adds.
     """
     members = members_of_categories(prompts)
-    categories: list[Category] = []
     if len(members) < 2:
-        return categories
+        return None
+    categories = []
     for category, rows in members.items():
-        measured = check_rate([prompts[row] for row in rows], [texts.accepted[row] for row in rows])
-        speed = statistics.median(texts.in_turn(rows))
-        baseline = statistics.median(plain.in_turn(rows))
-        categories.append(
-            Category(
-                category=category,
-                prompts=len(rows),
-                acceleration_rate=rounded(measured.rate),
-                standard_error=rounded(measured.standard_error),
-                speedup=rounded(speed / baseline),
-                tokens_per_second=round(speed, 2),
-                baseline_tokens_per_second=round(baseline, 2),
-            )
+        measured = check_rate([prompts[row] for row in rows], [accepted[row] for row in rows])
+        found = Category(
+            category=category,
+            prompts=len(rows),
+            acceleration_rate=rounded(measured.rate),
+            standard_error=rounded(measured.standard_error),
         )
+        categories.append(found)
     return categories
 
 

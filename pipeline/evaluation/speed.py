@@ -6,8 +6,8 @@
     speedup            tokens per second / plain tokens per second, which is acceleration rate /
                        overhead
 
-Seconds exclude the prefill. They are medians over the repetitions; times per answer are medians
-over answers and repetitions. If every answer ended with its first token, figures of steps are None.
+Seconds exclude the prefill, and are medians over the repetitions. If every answer ended with its
+first token, figures of steps are None.
 
 Baselines (`check.baselines`) that are transformers' greedy decoding; drafted.py has the others:
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -192,7 +191,7 @@ def take_turns(
 
 @dataclass(frozen=True)
 class Pace:
-    """One decoding method's measured rate and speed; times are medians in seconds.
+    """One decoding method's measured rate and speed.
 
     If every answer ended with its first token, rate and speed are NaN.
     """
@@ -200,7 +199,6 @@ class Pace:
     acceleration_rate: float
     tokens_per_second: float
     range: list[float] | None  # see `range_of`
-    time_to_first_token: float
 
     @classmethod
     def of(cls, passes: Sequence[Pass], method: str) -> Pace:
@@ -210,7 +208,6 @@ class Pace:
         all.
         """
         first = passes[0][method]
-        every = [one for answers in passes for one in answers[method]]
         seconds = [sum(one.seconds for one in answers[method]) for answers in passes]
         num_tokens = sum(sum(one.accepted) for one in first)
         speed, slowest_to_fastest = math.nan, None
@@ -221,7 +218,6 @@ class Pace:
             acceleration_rate=acceleration_rate(first),
             tokens_per_second=speed,
             range=slowest_to_fastest,
-            time_to_first_token=statistics.median(one.seconds_prefill for one in every),
         )
 
 
@@ -263,8 +259,6 @@ def check_speed(
         baseline_tokens_per_second=rounded(plain.tokens_per_second, 2),
         range=pace.range,
         baseline_range=plain.range,
-        time_to_first_token=rounded(pace.time_to_first_token, 6),
-        baseline_time_to_first_token=rounded(plain.time_to_first_token, 6),
     )
 
 
@@ -314,26 +308,8 @@ def baseline_figures(prompts: Sequence[Prompt], passes: Sequence[Pass], name: st
         speedup=found.speedup,
         tokens_per_second=found.tokens_per_second,
         range=found.range,
-        time_to_first_token=found.time_to_first_token,
         categories=by_category(prompts, passes, name),
     )
-
-
-def rates_by_category(
-    prompts: Sequence[Prompt], accepted: Sequence[Sequence[int]]
-) -> dict[str, float] | None:
-    """Compute the acceleration rate of each category of prompts; None for fewer than two.
-
-    Args:
-        accepted: Per answer, the number of tokens that each step adds, as in `Decoded`.
-    """
-    steps: dict[str, list[int]] = {}
-    for prompt, kept in zip(prompts, accepted, strict=True):
-        if prompt.category and kept:
-            steps.setdefault(prompt.category, []).extend(kept)
-    if len(steps) < 2:
-        return None
-    return {category: round(sum(kept) / len(kept), 4) for category, kept in steps.items()}
 
 
 def members_of_categories(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
@@ -361,9 +337,3 @@ def by_category(
         found = check_speed([prompts[i] for i in indices], parts, method)
         rows.append(Category(category=category, prompts=len(indices), **vars(found)))
     return rows
-
-
-def steps_by_accepted_length(decoded: Sequence[Decoded]) -> list[int]:
-    """Count the decoding steps that accepted 0, 1, 2, … guesses; there must be a step."""
-    counts = Counter(kept - 1 for one in decoded for kept in one.accepted)
-    return [counts[length] for length in range(max(counts) + 1)]

@@ -3,27 +3,23 @@
     trees    plain decoding, top-1 chain, the authors' stock tree, a searched tree of its
              size, the export's own tree, and a tree of that tree's size that is dynamic
              if the export's is static, and static if it is dynamic
-    typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling
-             and rejection
     heads    the export's tree cut at each depth
     load     vLLM as a server under load; see served.py
 
 Greedy decoding gives the same text with any tree, so `trees` and `heads` decode nothing: one
 forward over each prompt and its plain answer gives the states that the heads read, and a replay of
 the answer gives each tree's acceleration rate, equal to that of decoding up to ties. The time of a
-step is measured on a few prompts. `typical` decodes up to `NUM_PROMPTS` prompts with at most
-`MAX_NEW_TOKENS` new tokens. Figures can be compared within a study, but not with those of the
-check.
+step is measured on a few prompts, so overheads can be compared within a study, but not with the
+check's.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
     overhead           seconds per step / seconds per plain step of the same prompts, in turns
     speedup            acceleration rate / overhead
-    log-likelihood     nats per token of the answers under the target itself, at temperature 1
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.artifacts.check_result import (
@@ -32,34 +28,21 @@ from pipeline.artifacts.check_result import (
     ChainRate,
     Studies,
     TreeRow,
-    TypicalRow,
 )
 from pipeline.artifacts.json_form import rounded
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import CheckConfig
-from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import replay, replay_dynamic
 from pipeline.decoding.tree import STOCK_NODES, TreePath, cartesian_tree, greedy_tree, stock_tree
 from pipeline.evaluation.answer_states import AnswerStates, answer_states, guess_places, guess_ranks
-from pipeline.evaluation.answers import mean_log_likelihood
 from pipeline.evaluation.overhead import overheads, step_seconds
 from pipeline.evaluation.prompts import Prompt, spread
-from pipeline.evaluation.speed import (
-    PLAIN,
-    check_speed,
-    decode_by,
-    rates_by_category,
-    take_turns,
-)
 from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.heads.kind import Heads
 
-NUM_PROMPTS, MAX_NEW_TOKENS = 8, 64
-TEMPERATURES = (0.3, 0.7, 1.0)
-EPS = (0.01, 0.04, 0.09, 0.16, 0.25)  # the range that the paper sweeps
-NUM_TIMED = 4  # prompts of the studies of trees
+NUM_TIMED = 4  # prompts
 GUESSES = 10  # per node of the dynamic tree beside a static one
 
 AnyTree = Sequence[TreePath] | DynamicTree
@@ -99,25 +82,15 @@ def run_studies(
     asked = [name for name in settings.studies if name != "load"]
     if not asked:
         return None
-    few = replace(decoding, prompts=_few_prompts(decoding, NUM_PROMPTS))
-    num_tokens = min(settings.max_new_tokens, MAX_NEW_TOKENS)
     found = Studies()
     for number, name in enumerate(asked):
         progress.begin(f"native study {name}", len(asked), done=number, unit="studies")
         if name == "trees":
             assert calibration is not None
             found = replace(found, trees=tree_ladder(decoding, calibration))
-        elif name == "typical":
-            sweep = typical_sweep(few, num_tokens)
-            found = replace(found, typical=sweep)
         else:
             found = replace(found, heads=heads_used(decoding))
     return found
-
-
-def _few_prompts(decoding: Decoding, number: int) -> list[Prompt]:
-    """Return up to `number` of the check's prompts, each of another conversation."""
-    return [decoding.prompts[index] for index in spread(decoding.prompts, number)]
 
 
 def tree_ladder(decoding: Decoding, calibration: Calibration) -> list[TreeRow]:
@@ -166,7 +139,7 @@ def heads_used(decoding: Decoding) -> list[TreeRow]:
         else:
             trees.append([path for path in used.choices if len(path) <= depth])
     rows = tree_rows(decoding, trees)
-    return [replace(row, heads=depth, categories=None) for depth, row in enumerate(rows, start=1)]
+    return [replace(row, heads=depth) for depth, row in enumerate(rows, start=1)]
 
 
 def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
@@ -187,31 +160,23 @@ def tree_rows(decoding: Decoding, trees: Sequence[AnyTree]) -> list[TreeRow]:
             decoders[number] = Decoder(model, heads, tree, eos_token_ids=(), max_length=room)
         if not isinstance(tree, DynamicTree):
             top = max([top, *(rank + 1 for path in tree for rank in path)])
-    timed = [prompt.ids for prompt in _few_prompts(decoding, NUM_TIMED)]
+    timed = [decoding.prompts[index].ids for index in spread(decoding.prompts, NUM_TIMED)]
     for decoder in (endless, *decoders.values()):  # warm-up
         step_seconds(decoder, timed[0])
     costs = overheads(endless, decoders, timed)
     ranks = guess_ranks(heads, states, top)
-    replayed_prompts = []  # answers of one token have no step
-    for prompt, answer in zip(decoding.prompts, decoding.answers, strict=True):
-        if len(answer) > 1:
-            replayed_prompts.append(prompt)
     rows = []
     for number, tree in enumerate(trees):
-        categories = None
         if isinstance(tree, DynamicTree):
             nodes = tree.num_nodes
             rate = replay_dynamic(guess_places(heads, states, tree), nodes).acceleration_rate
         else:
             nodes = len(tree)
-            replayed = replay(ranks, tree)
-            rate = replayed.acceleration_rate
-            categories = rates_by_category(replayed_prompts, replayed.accepted(ranks))
+            rate = replay(ranks, tree).acceleration_rate
         cost = costs.get(number, 1.0)  # plain decoding is not among them
         rows.append(
             TreeRow(
                 nodes=nodes,
-                categories=categories,
                 acceleration_rate=rounded(rate),
                 overhead=rounded(cost),
                 speedup=rounded(rate / cost),
@@ -233,60 +198,3 @@ def chain_rate(decoding: Decoding, num_tokens: int) -> ChainRate:
         acceleration_rate=rounded(found.rate),
         standard_error=rounded(found.standard_error),
     )
-
-
-def typical_sweep(decoding: Decoding, num_tokens: int) -> list[TypicalRow]:
-    """Measure typical acceptance over eps and temperature (paper 2.3.1, study `typical`).
-
-    Greedy decoding, plain sampling and rejection sampling are measured too. Each speedup is over
-    plain decoding at the same temperature.
-    """
-    greedy = acceptance_rule("rejection", 0.0)  # at temperature 0 it is greedy
-    plain = TypicalRow(temperature=0.0, rule=PLAIN)
-    sides = {plain: greedy, TypicalRow(temperature=0.0, rule="greedy"): greedy}
-    rows = rule_rows(decoding, sides, num_tokens)
-    for temperature in TEMPERATURES:
-        exact = acceptance_rule("rejection", temperature)
-        sides = {}
-        for name in (PLAIN, "rejection"):
-            sides[TypicalRow(temperature=temperature, rule=name)] = exact
-        for eps in EPS:
-            row = TypicalRow(temperature=temperature, rule="typical", eps=eps)
-            sides[row] = acceptance_rule("typical", temperature, eps)
-        rows += rule_rows(decoding, sides, num_tokens)
-    return rows
-
-
-def rule_rows(
-    decoding: Decoding, sides: Mapping[TypicalRow, AcceptanceRule], num_tokens: int
-) -> list[TypicalRow]:
-    """Decode with each acceptance rule, and return the rows of `sides` with their figures.
-
-    One of the rows must be of plain decoding. The rate, overhead and speedup are None if every
-    answer ended with its first token.
-    """
-    methods = {}
-    for row, rule in sides.items():
-        if row.rule == PLAIN:
-            methods[PLAIN] = decode_by(decoding.plain, rule, num_tokens)
-        else:
-            methods[str(row)] = decode_by(decoding.accelerated, rule, num_tokens)
-    prompts = decoding.prompts
-    warmed = prompts if decoding.plain.captures else prompts[:1]  # captures each length's graphs
-    take_turns(methods, warmed, {})
-    passes = [take_turns(methods, prompts, {})]
-    rows = []
-    for name, row in zip(methods, sides, strict=True):
-        speed = check_speed(prompts, passes, name)
-        texts = [one.token_ids for one in passes[0][name]]
-        likelihood = mean_log_likelihood(decoding.plain.model, prompts, texts)
-        rows.append(
-            replace(
-                row,
-                acceleration_rate=speed.acceleration_rate,
-                overhead=speed.overhead,
-                speedup=speed.speedup,
-                log_likelihood=rounded(likelihood),
-            )
-        )
-    return rows

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,7 @@ from pipeline.conversations.sources import name_sources
 from pipeline.export.layout import CARD_FILE
 from pipeline.heads.kind import Heads
 from pipeline.heads.kinds import head_kind
-from pipeline.report.check_tables import (
-    categories_table,
-    check_table,
-    exact_match_table,
-    served_model_table,
-)
+from pipeline.report.check_tables import categories_table, check_table, served_model_table
 from pipeline.report.comparison import NO_RECIPE
 from pipeline.report.facts import expected_rate, measured_rate, pairs
 from pipeline.report.report import Report
@@ -213,7 +208,9 @@ def _card_facts(published: Published) -> Facts:
     data_sets = [source.hub for source in config.seeds.sources if source.hub]
     if published.data_set:
         data_sets.insert(0, published.data_set)
-    with_names = _with_public_names(report, public_names(config.seeds.sources))
+    categories = categories_table(report)
+    names = public_names(config.seeds.sources)
+    categories.columns = [names.get(column, column) for column in categories.columns]
     return {
         **vars(published),
         "kind": kind,
@@ -229,8 +226,7 @@ def _card_facts(published: Published) -> Facts:
         "disturbed": report.native is not None and is_disturbed(report.native),
         "tables": {
             "check": check_table(report),
-            "categories": categories_table(with_names),
-            "exact_match": exact_match_table(report),
+            "categories": categories,
             "serve": what_to_serve_table(report),
             "served_model": served_model_table(report),
             "heads": heads_table(report),
@@ -238,17 +234,6 @@ def _card_facts(published: Published) -> Facts:
         },
         "recipe_yaml": recipe_yaml(config, report.target_revision),
     }
-
-
-def _with_public_names(report: Report, names: Mapping[str, str]) -> Report:
-    """Replace categories named after a seed source by the source's public name, for a Hub card."""
-    if not report.check or not report.native:
-        return report
-    categories = []
-    for row in report.native.categories or []:
-        categories.append(replace(row, category=names.get(row.category, row.category)))
-    native = replace(report.native, categories=categories)
-    return replace(report, check=replace(report.check, native=native))
 
 
 def public_model(model: str | None) -> str | None:

@@ -18,30 +18,17 @@ from pipeline.artifacts.check_result import (
     VllmFigures,
 )
 from pipeline.artifacts.tree_file import TreeFigures
-from pipeline.formatting import (
-    UNKNOWN,
-    count,
-    duration,
-    percent,
-    quotient,
-    rate,
-    ratio,
-    show,
-    times,
-)
+from pipeline.formatting import UNKNOWN, count, percent, quotient, rate, ratio, show, times
 from pipeline.report.facts import (
     expected_rate,
     greedy_matches,
     greedy_ties,
     measured_rate,
-    native_speedup,
     on_new_answers,
-    overhead_of,
     speedup_of,
-    tie_limit,
 )
 from pipeline.report.report import Report
-from pipeline.report.speeds import range_cell, speed_cell
+from pipeline.report.speeds import is_disturbed, speed_cell
 from pipeline.report.text_table import Table
 
 COSTS = ("acceleration rate", "step time", "speed")
@@ -49,80 +36,64 @@ RELATIVE = (
     "Step time and speed are relative to the export's own tree, whose overhead and speedup the"
     " check measures."
 )
-PLAIN_OF = {"heads": "plain", "vLLM: heads": "vLLM: plain"}  # measured in turns with these heads
-SPEEDS = ("tokens/s, plain", "tokens/s, with heads", "speedup")
 
 
 def check_table(report: Report) -> Table:
     """Build the report's table of the check's figures, one column per engine."""
-    table = Table("Check", [""])
-    columns = []
-    if report.native:
-        table.columns.append("native")
-        columns.append(_native_cells(report.native, report.tree))
-    if report.vllm:
-        table.columns.append("vLLM")
-        columns.append(_vllm_cells(report.vllm))
-        table.note = (
-            "Acceleration rates are tokens kept over forwards of the target, without the prefill"
-            " and its token, in either engine. Speedup and tokens/s: natively one prompt at a time,"
-            " in vLLM all prompts at once; in parentheses the slowest and the fastest repeat."
-            " Accepted per position: the share of vLLM's steps that keep at least 1, 2, … drafted"
-            " tokens."
-        )
+    columns = engine_cells(report)
+    table = Table("Check", ["", *columns])
+    table.note = (
+        "Acceleration rate: tokens kept per forward of the target, after the prefill. Natively the"
+        " tree is verified, one prompt at a time; in vLLM a chain, all prompts at once. In"
+        " parentheses the slowest and the fastest repeat."
+    )
     labels = {}
-    for column in columns:
+    for column in columns.values():
         labels.update(column)
     for label in labels:
-        table.add_known(label, *(column.get(label, UNKNOWN) for column in columns))
+        table.add_known(label, *(column.get(label, UNKNOWN) for column in columns.values()))
     return table
 
 
-def _native_cells(native: NativeFigures, tree: TreeFigures | None) -> dict[str, str]:
-    """Format native decoding's column of the check table, by row label."""
-    cells = _engine_cells(native, tree)
-    cells["speedup"] = native_speedup(native)
-    cells["overhead"] = overhead_of(native)
-    cells["acceptance"] = native.acceptance or UNKNOWN
-    settings = {
-        "temperature": native.temperature,
-        "eps": native.eps,
-        "delta": native.delta,
-        "top_p": native.top_p,
-    }
-    for name, value in settings.items():
-        if value is not None:
-            cells["acceptance"] += f", {name} {value:g}"
-    for rule, value in (native.log_likelihood or {}).items():
-        cells[f"log-likelihood, {rule}"] = f"{ratio(value)} nats per token"
-    cells["prompts"] = count(native.prompts)
-    cells["prompts skipped"] = count(native.skipped_prompts)
-    return cells
-
-
-def _vllm_cells(vllm: VllmFigures) -> dict[str, str]:
-    """Format vLLM's column of the check table, by row label."""
-    cells = _engine_cells(vllm, vllm)
-    cells["the same chain on the same text, natively"] = ratio(vllm.same_text_acceleration_rate)
-    cells["accepted per position"] = " ".join(map(percent, vllm.accepted_per_position or []))
-    return cells
+def engine_cells(report: Report) -> dict[str, dict[str, str]]:
+    """Format the figures of each engine that was checked: by engine, then by label."""
+    found = {}
+    native, vllm = report.native, report.vllm
+    if native:
+        cells = _engine_cells(native, report.tree)
+        cells["overhead"] = times(native.overhead)
+        if is_disturbed(native):
+            cells["speedup"] = cells["overhead"] = UNKNOWN
+        cells["acceptance"] = native.acceptance or UNKNOWN
+        if native.temperature is not None:
+            cells["acceptance"] += f", temperature {native.temperature:g}"
+        cells["prompts"] = count(native.prompts)
+        cells["prompts skipped"] = count(native.skipped_prompts)
+        found["native"] = cells
+    if vllm:
+        cells = _engine_cells(vllm, vllm)
+        shares = " ".join(map(percent, vllm.accepted_per_position or []))
+        cells["steps that keep 1, 2, … drafted tokens"] = shares
+        found["vLLM"] = cells
+    return found
 
 
 def _engine_cells(
     engine: EngineFigures, prediction: TreeFigures | VllmFigures | None
 ) -> dict[str, str]:
-    """Format the cells of the check table that all engines have, by row label."""
+    """Format the figures that all engines have, by label."""
     return {
         "acceleration rate": measured_rate(engine),
         "expected": expected_rate(prediction),
-        "answers seen in training": percent(engine.seen_share),
-        "acceleration rate on new answers": on_new_answers(engine),
         "speedup": speedup_of(engine),
-        "greedy identical": greedy_matches(engine.greedy_match),
-        "greedy ties": greedy_ties(engine.greedy_match),
-        "tie tolerance": tie_limit(engine),
-        "tokens/s": speed_cell(engine.tokens_per_second, engine.range),
+        "overhead": UNKNOWN,
+        "tokens/s, with heads": speed_cell(engine.tokens_per_second, engine.range),
         "tokens/s, plain": speed_cell(engine.baseline_tokens_per_second, engine.baseline_range),
+        "greedy identical": greedy_matches(engine.greedy_match),
+        "greedy ties": greedy_ties(engine),
+        "answers seen in training": percent(engine.seen_share),
+        "rate on new answers": on_new_answers(engine),
+        "expected on new answers": expected_rate(prediction.new if prediction else None),
     }
 
 
@@ -149,116 +120,59 @@ def served_model_table(report: Report) -> Table:
 
 
 def methods_table(report: Report) -> Table:
-    """Build the report's table of native methods: tokens per forward and second, latencies."""
-    columns = ["method", "per step", "tokens/s", "speedup", "to first", "identical"]
-    table = Table("Methods", columns)
+    """Build the report's table of native decoding methods: their rates and speeds."""
+    table = Table("Methods", ["method", "per step", "tokens/s", "speedup", "identical"])
     table.note = (
-        "Per step: tokens per forward of the target. Tokens/s: those of all answers over the time"
-        " of all, one prompt at a time and without the prefills: the median of the repetitions, and"
-        " in parentheses the slowest and the fastest."
-        " To first: the median time to an answer's first token. Generate, prompt lookup and"
-        " assistant are transformers' own. What to serve has the methods in vLLM."
+        "Native decoding, one prompt at a time, without the prefills. Per step: tokens per forward"
+        " of the target. Tokens/s: in parentheses the slowest and the fastest repeat. Generate,"
+        " prompt lookup and assistant are transformers' own; retrieval drafts from the training"
+        " text."
     )
-    if report.native:
-        native = report.native
-        plain = speed_cell(native.baseline_tokens_per_second, native.baseline_range)
-        to_first = duration(native.baseline_time_to_first_token)
-        table.add("plain", ratio(1.0), plain, times(1.0), to_first, UNKNOWN)
-        _add_method(table, "with heads", native, native_speedup(native))
-        for other in native.baselines or []:
-            name = other.name.replace("-", " ")
-            speedup = speedup_of(replace(other, baseline_range=native.baseline_range))
-            _add_method(table, name, other, speedup)
-            if other.failed:
-                table.note += f" {name} failed: {other.failed}"
-            elif other.datastore:
-                table.note += (
-                    f" {name} drafts from {count(other.datastore.tokens)} tokens of training text,"
-                    f" indexed in {duration(other.datastore.build_seconds)}, and has a guess in"
-                    f" {percent(other.drafted_share)} of its steps."
-                )
+    native = report.native
+    if not native:
+        return table
+    plain = speed_cell(native.baseline_tokens_per_second, native.baseline_range)
+    table.add("plain", ratio(1.0), plain, times(1.0), UNKNOWN)
+    methods: dict[str, NativeFigures | Baseline] = {"heads": native}
+    for baseline in native.baselines or []:
+        name = baseline.name.replace("-", " ")
+        methods[name] = replace(baseline, baseline_range=native.baseline_range)
+        if baseline.failed:
+            table.note += f" {name} failed: {baseline.failed}"
+    for name, method in methods.items():
+        table.add(
+            name,
+            ratio(method.acceleration_rate),
+            speed_cell(method.tokens_per_second, method.range),
+            speedup_of(method),
+            greedy_matches(method.greedy_match),
+        )
     return table
-
-
-def _add_method(table: Table, name: str, method: NativeFigures | Baseline, speedup: str) -> None:
-    """Add a decoding method to the table of methods."""
-    table.add(
-        name,
-        ratio(method.acceleration_rate),
-        speed_cell(method.tokens_per_second, method.range),
-        speedup,
-        duration(method.time_to_first_token),
-        greedy_matches(method.greedy_match),
-    )
 
 
 def categories_table(report: Report) -> Table:
-    """Build the report's table of native speed by question category; no rows for fewer than two."""
-    table = Table("Categories", ["category", "prompts", "per step", *SPEEDS])
-    table.note = "Tokens per forward of the target, and per second."
-    rows = []
+    """Build the report's table of methods by question category; no rows for one category."""
+    table = Table("Categories", ["tokens per step"])
+    table.note = "In parentheses the native speedup over plain decoding."
+    found: dict[str, list[Category] | None] = {}
     if report.native:
-        rows = report.native.categories or []
-    if len(rows) < 2:
-        return table
-    for row in rows:
-        speeds = rate(row.baseline_tokens_per_second), rate(row.tokens_per_second)
-        cells = ratio(row.acceleration_rate), *speeds, times(row.speedup)
-        table.add(row.category, count(row.prompts), *cells)
-    return table
-
-
-def tables_by_category(report: Report) -> dict[str, Table]:
-    """Build the report's tables of decoding methods by question category: rates and speeds.
-
-    The table of rates also has the trees of the study, which decode nothing. With fewer than two
-    categories the tables have no rows.
-    """
-    rates = Table("Methods by category", ["tokens per step"])
-    speeds = Table("Speeds by category", ["tokens/s, one prompt at a time"])
-    speeds.note = "Natively over all prompts of a category, in vLLM over a few of them."
-    found: dict[str, list[Category]] = {}
-    if report.native:
-        found["heads"] = report.native.categories or []
-        for other in report.native.baselines or []:
-            found[other.name] = other.categories or []
+        found["heads"] = report.native.categories
+        for baseline in report.native.baselines or []:
+            found[baseline.name.replace("-", " ")] = baseline.categories
     if report.vllm:
         for method in report.vllm.methods or []:
-            found[f"vLLM: {method.name}"] = method.categories or []
+            found[f"vLLM: {method.name}"] = method.categories
     for name, rows in found.items():
-        if len(rows) < 2:
+        if not rows or len(rows) < 2:
             continue
-        names = [row.category for row in rows]
-        rates.columns[1:] = speeds.columns[1:] = names
-        rates.add(name, *[ratio(row.acceleration_rate) for row in rows])
-        if name in PLAIN_OF:
-            speeds.add(PLAIN_OF[name], *[rate(row.baseline_tokens_per_second) for row in rows])
-        speeds.add(name, *[rate(row.tokens_per_second) for row in rows])
-    for tree in report.studies.trees or []:
-        if tree.categories:
-            rates.columns[1:] = rates.columns[1:] or tree.categories
-            of_tree = [ratio(tree.categories.get(name)) for name in rates.columns[1:]]
-            rates.add(f"tree: {tree.tree}", *of_tree)
-    return {"rates_by_category": rates, "speeds_by_category": speeds}
-
-
-def exact_match_table(report: Report) -> Table:
-    """Build the report's table of answers that match their reference, by question category."""
-    table = Table("Exact match", ["category", "answers"])
-    table.note = (
-        "Answers that are their reference, but for case, punctuation and articles; of a number the"
-        " last one counts."
-    )
-    rows = []
-    if report.check:
-        rows = report.check.exact_match or []
-    for row in rows:
-        for name in row:
-            if name not in table.columns:
-                table.columns.append(name)
-    for row in rows:
-        shares = [percent(row.get(method)) for method in table.columns[2:]]
-        table.add(str(row["category"]), count(row["answers"]), *shares)
+        table.columns[1:] = [row.category for row in rows]
+        cells = []
+        for row in rows:
+            speedup = ""
+            if row.speedup is not None:
+                speedup = f" ({times(row.speedup)})"
+            cells.append(ratio(row.acceleration_rate) + speedup)
+        table.add(name, *cells)
     return table
 
 
@@ -277,21 +191,7 @@ def study_tables(report: Report) -> dict[str, Table]:
     rows = studies.heads or []
     for row in rows:
         heads.add(count(row.heads), count(row.nodes), *_costs(row, rows))
-    columns = ["temperature", "rule", "eps", "acceleration rate", "speedup", "log-likelihood"]
-    typical = Table("Study: typical acceptance", columns, words=(0, 1))
-    typical.note = (
-        "delta is sqrt(eps); the speedup is over plain decoding at the same temperature, the"
-        " log-likelihood in nats per token under the target at temperature 1."
-    )
-    for rule in studies.typical or []:
-        cells = [ratio(rule.acceleration_rate), times(rule.speedup), ratio(rule.log_likelihood)]
-        typical.add(show(rule.temperature, ".1f"), rule.rule, ratio(rule.eps), *cells)
-    return {
-        "study_trees": trees,
-        "study_typical": typical,
-        "study_heads": heads,
-        "study_load": _load_study(report),
-    }
+    return {"study_trees": trees, "study_heads": heads, "study_load": _load_study(report)}
 
 
 def _costs(row: TreeRow, rows: Sequence[TreeRow]) -> tuple[str, str, str]:
@@ -302,54 +202,17 @@ def _costs(row: TreeRow, rows: Sequence[TreeRow]) -> tuple[str, str, str]:
 
 
 def _load_study(report: Report) -> Table:
-    """Build the report's table of vLLM's speed and latencies by concurrent requests."""
-    speeds = ["tokens/s, plain", "tokens/s, drafting", "speedup"]
-    table = Table("Study: load", ["method", "requests", "per draft", *speeds])
-    rows = report.studies.load or []
-    measures = ["to first", "per token"]
-    has_limits = any(row.within_slo is not None for row in rows)
-    if has_limits:
-        measures.append("within limits")
-    for measure in measures:
+    """Build the report's table of the latencies of vLLM's server by concurrent requests."""
+    table = Table("Study: load", ["method", "requests"])
+    for measure in ("to first", "per token"):
         table.columns += [f"{measure}, plain", f"{measure}, drafting"]
     table.note = (
-        "vLLM as a server, with so many requests at once: tokens/s of the slowest pass and the"
-        " fastest, which counts; time to the first token and per further one in ms, p50 / p90 /"
-        " p99 of the requests. Prompts repeat where they are fewer. Client and server share the"
-        " machine. Per draft: the answers' tokens without the first of each, over the drafts that"
-        " the server counts. Steps without a draft are not counted here, and are in the check's"
-        " rate per step."
+        "vLLM as a server, with so many requests at once: milliseconds to the first token and per"
+        " further one, p50 / p90 / p99 of the requests. Client and server share the machine."
     )
-    limits = None
-    draft_tokens = {}
-    if report.vllm:
-        limits = report.vllm.batch_limits
-        for method in report.vllm.methods or []:
-            config = method.speculative_config or {}
-            draft_tokens[method.name] = config.get("num_speculative_tokens", 0)
-    if limits is not None:
-        table.note += (
-            " By arithmetic, a step of this target on this GPU is bound by memory up to"
-            f" {count(limits.memory_bound_tokens)} tokens; loads at which it verifies more, one"
-            " token and the drafts of each request, are marked *. The memory of its GPUs"
-            f" holds {count(limits.sequences)} sequences of {count(limits.sequence_tokens)} tokens."
-        )
-    for row in rows:
-        requests = count(row.requests)
-        verified = row.requests * (1 + draft_tokens.get(row.method, 0))
-        if limits is not None and verified > limits.memory_bound_tokens:
-            requests += " *"
-        cells = [
-            ratio(row.acceleration_rate),
-            range_cell(row.baseline_range),
-            range_cell(row.range),
-            times(row.speedup),
-        ]
-        for waited in (row.baseline_ttft_ms, row.ttft_ms, row.baseline_tpot_ms, row.tpot_ms):
-            cells.append(_percentiles(waited))
-        if has_limits:
-            cells += [percent(row.baseline_within_slo), percent(row.within_slo)]
-        table.add(row.method, requests, *cells)
+    for row in report.studies.load or []:
+        waited = (row.baseline_ttft_ms, row.ttft_ms, row.baseline_tpot_ms, row.tpot_ms)
+        table.add(row.method, count(row.requests), *map(_percentiles, waited))
     return table
 
 

@@ -9,21 +9,23 @@ from typing import Any
 
 from pipeline.artifacts.tree_file import Expected, TreeFigures
 from pipeline.formatting import UNKNOWN, count, duration, percent
-from pipeline.report.facts import (
-    expected_rate,
-    measured_rate,
-    native_speedup,
-    on_new_answers,
-    overhead_of,
-    speedup_of,
-)
+from pipeline.report.check_tables import engine_cells
+from pipeline.report.facts import expected_rate
 from pipeline.report.report import Report
-from pipeline.report.speeds import is_disturbed, speed_cell
+from pipeline.report.speeds import is_disturbed
 from pipeline.report.text_table import NOT_RUN, Table
 
 NO_RECIPE = {"run", "placement", "limits", "report", "push"}  # no result depends on these sections
 LONGEST = 40  # characters of a setting that are shown
 RATE_OF_OWN_TREE = "expected, its own tree"
+COMPARED = (
+    "acceleration rate",
+    "rate on new answers",
+    "overhead",
+    "speedup",
+    "tokens/s, with heads",
+    "tokens/s, plain",
+)
 
 
 @dataclass(frozen=True)
@@ -130,34 +132,27 @@ def _compared_results(run: ComparedRun) -> dict[str, str]:
     The labels are the same for all runs.
     """
     report = run.report
-    native, vllm, tree = report.native, report.vllm, report.tree
-    plain = with_heads = heads = UNKNOWN
+    tree = report.tree
     check = NOT_RUN
     if report.check:
         check = "passed" if report.check.passed else "failed"
-    if native:
-        plain = speed_cell(native.baseline_tokens_per_second, native.baseline_range)
-        with_heads = speed_cell(native.tokens_per_second, native.range)
+    heads = UNKNOWN
     if run.heads_bytes is not None:
         heads = f"{run.heads_bytes / 1e6:,.1f} MB"
-    return {
+    found = {
         "check": check,
         "head 0's first guess right": percent(report.heads[0].top1) if report.heads else UNKNOWN,
         "nodes of its own tree": count(tree.nodes if tree else None),
         "draft tokens of its own chain": count(tree.num_speculative_tokens if tree else None),
         RATE_OF_OWN_TREE: expected_rate(tree),
-        "acceleration rate, native": measured_rate(native),
-        "on new answers, native": on_new_answers(native),
-        "overhead, native": overhead_of(native),
-        "speedup, native": native_speedup(native),
-        "tokens/s with heads, native": with_heads,
-        "tokens/s plain, native": plain,
-        "acceleration rate, vLLM": measured_rate(vllm),
-        "on new answers, vLLM": on_new_answers(vllm),
-        "speedup, vLLM, all at once": speedup_of(vllm),
-        "exported heads": heads,
-        "training": duration(report.seconds_by_stage.get("train")),
     }
+    cells = engine_cells(report)
+    for engine in ("native", "vLLM"):
+        for label in COMPARED:
+            found[f"{label}, {engine}"] = cells.get(engine, {}).get(label, UNKNOWN)
+    found["exported heads"] = heads
+    found["training"] = duration(report.seconds_by_stage.get("train"))
+    return found
 
 
 def _comparison_notes(runs: Sequence[ComparedRun]) -> list[str]:

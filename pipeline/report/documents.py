@@ -17,20 +17,17 @@ from rich.console import Console
 from rich.text import Text
 
 from pipeline.artifacts.json_form import to_json
-from pipeline.formatting import ratio, times
+from pipeline.formatting import ratio
 from pipeline.report.check_tables import (
     categories_table,
     check_table,
-    exact_match_table,
     methods_table,
     served_model_table,
     study_tables,
-    tables_by_category,
 )
 from pipeline.report.facts import (
     Outcome,
     check_outcome,
-    headline_table,
     report_subtitle,
     report_title,
     speed_outcomes,
@@ -59,7 +56,7 @@ PAGES = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-PAGES.filters.update(times=times, ratio=ratio)
+PAGES.filters.update(ratio=ratio)
 COLOURS = {True: "bold green", False: "bold red", None: "bold yellow"}
 
 
@@ -74,7 +71,7 @@ def report_texts(report: Report, extras: Extras) -> dict[str, str]:
 
 
 def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
-    """Return a report's tables by name, in reading order, without the headline table.
+    """Return a report's tables by name, in reading order.
 
     Tables of optional measurements are left out if they have no rows.
     """
@@ -89,8 +86,6 @@ def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
     }
     optional = {
         "categories": categories_table(report),
-        **tables_by_category(report),
-        "exact_match": exact_match_table(report),
         "served_model": served_model_table(report),
         "drift": drift_table(report),
         "skipped": skipped_files_table(report),
@@ -120,10 +115,9 @@ def render_markdown(report: Report, extras: Extras) -> str:
     if notes:
         parts.append("\n".join(f"- {escaped(note)}" for note in notes))
     tables = report_tables(report, extras)
-    serve = tables.pop("serve")
-    if serve.rows:
-        parts.append(markdown_section(serve))
-    parts += [markdown_section(table) for table in (headline_table(report), *tables.values())]
+    if not tables["serve"].rows:
+        del tables["serve"]
+    parts += map(markdown_section, tables.values())
     return "\n\n".join(parts) + "\n"
 
 
@@ -132,12 +126,10 @@ def render_html(report: Report, extras: Extras) -> str:
     from pipeline.report.plots import draw_plots  # imports matplotlib, which is slow
 
     return PAGES.get_template("page.html").render(
-        native=report.native,
         title=report_title(report),
         subtitle=report_subtitle(report),
         outcomes=report_outcomes(report),
         warnings=report_warnings(report),
-        headline=headline_table(report),
         tables=report_tables(report, extras),
         plots={name: Markup(drawing) for name, drawing in draw_plots(report, extras).items()},
         samples=extras.samples,
@@ -167,7 +159,7 @@ def print_report(report: Report, console: Console, directory: Path) -> None:
     for command in serve.commands:
         whole = Text(f"  {command.replace('RUN_DIR', shlex.quote(str(directory)))}", "dim")
         console.print(whole, soft_wrap=True, highlight=False)
-    tables = [headline_table(report), stages_table(report)]
+    tables = [check_table(report), stages_table(report)]
     quarantine = quarantine_table(report)
     if quarantine.rows:
         tables.append(quarantine)

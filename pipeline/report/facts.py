@@ -1,4 +1,4 @@
-"""Title, outcomes and headline figures of a report, shared by all its formats."""
+"""Title and outcomes of a report, and the formats of its figures."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.check_result import (
-    SEARCHED_TREE,
-    STOCK_TREE,
     EngineFigures,
     GreedyMatch,
-    NativeFigures,
     Speed,
     VllmFigures,
 )
@@ -21,25 +18,14 @@ from pipeline.formatting import (
     UNKNOWN,
     count,
     percent,
-    ratio,
-    signed_percent,
     times,
     with_error,
 )
 from pipeline.report.report import Report
-from pipeline.report.speeds import Repeats, is_disturbed, speed_cell
-from pipeline.report.text_table import NOT_RUN, Table
+from pipeline.report.speeds import Repeats, is_disturbed
 
 ENOUGH_PROMPTS = 16  # decoded by the check
 MANY_SEEN = 0.25  # share of the check's answers that are in the training text as well
-NATIVE_FIGURES = (
-    "Acceleration rate",
-    "Overhead",
-    "Speedup",
-    "Greedy identical",
-    "Tokens/s, plain",
-    "Tokens/s, with heads",
-)
 
 Prediction = Expected | TreeFigures | VllmFigures | NewAnswers
 
@@ -158,18 +144,6 @@ def speedup_of(found: Speed | None) -> str:
     return f"{times(found.speedup)} ({ranges})"
 
 
-def native_speedup(native: NativeFigures | None) -> str:
-    """Format native decoding's speedup; `-` if unknown or disturbed by other load."""
-    return UNKNOWN if native and is_disturbed(native) else speedup_of(native)
-
-
-def overhead_of(native: NativeFigures | None) -> str:
-    """Format native decoding's overhead; `-` if unknown or disturbed by other load."""
-    if not native or is_disturbed(native):
-        return UNKNOWN
-    return times(native.overhead)
-
-
 def rough_note(engine: EngineFigures) -> str:
     """Say why the figures of a check are rough, and what to do; an empty text if they are not."""
     reasons = []
@@ -192,77 +166,13 @@ def greedy_matches(match: GreedyMatch | None) -> str:
     return f"{count(match.identical)}/{count(match.sequences)}"
 
 
-def greedy_ties(match: GreedyMatch) -> str:
-    """Format the number of ties, and of greedy tokens compared: `1 tie in 2,048 tokens`."""
-    ties = f"{match.ties} tie{'s' * (match.ties != 1)}"
-    return f"{ties} in {count(match.tokens)} tokens" if match.tokens else ties
-
-
-def tie_limit(engine: EngineFigures) -> str:
-    """Format the tolerance of ties and how it was found; `-` if unknown."""
-    if engine.tie_tolerance is None:
-        return UNKNOWN
-    change = engine.logit_change
-    if change is None or engine.tie_tolerance != 2 * change.largest:
-        return f"{engine.tie_tolerance:.2g}, set"
-    found = f"{engine.tie_tolerance:.2g}, twice the largest change of {count(change.tokens)} places"
-    if change.largest == change.rounding_step:
-        found += ", which is one rounding step"
-    return found
-
-
-def headline_table(report: Report) -> Table:
-    """Build the report's table of headline figures, in the paper's terms (3 and appendix B)."""
-    table = Table("Headline", ["figure", "value", "meaning"], words=(0, 2))
-    vllm = report.vllm
-    if report.native:
-        _add_native_figures(table, report.native, report)
-    else:
-        for label in NATIVE_FIGURES:
-            table.add(label, NOT_RUN, "")
-    if vllm:
-        note = "top-1 chain, no tree"
-        if vllm.expected_acceleration_rate is not None:
-            note += f"; {expected_rate(vllm)} expected"
-        note += f"; greedy identical {greedy_matches(vllm.greedy_match)}"
-        table.add("vLLM acceleration rate", measured_rate(vllm), note)
-        _add_new_answers(table, "On new answers, vLLM", vllm, vllm)
-    else:
-        table.add("vLLM acceleration rate", NOT_RUN, "")
-    return table
-
-
-def _add_native_figures(table: Table, native: NativeFigures, report: Report) -> None:
-    """Add native decoding's rates, speeds and greedy matches to the headline table."""
-    tree, match = report.tree, native.greedy_match
-    note = f"tokens per target forward, with the tree; {expected_rate(tree)} expected"
-    table.add("Acceleration rate", measured_rate(native), note)
-    _add_new_answers(table, "On new answers", native, tree)
-    rates = {row.tree: row.acceleration_rate for row in report.studies.trees or []}
-    stock, searched = rates.get(STOCK_TREE), rates.get(SEARCHED_TREE)
-    if stock and searched:
-        note = f"acceleration rate: {ratio(searched)} over {ratio(stock)}, trees of the same size"
-        table.add("Search over stock tree", signed_percent(searched / stock - 1), note)
-    table.add("Overhead", overhead_of(native), "seconds of a step with heads over a plain one")
-    table.add("Speedup", native_speedup(native), "acceleration rate over overhead")
-    note = f"sequences equal to plain decoding; {match.differing} not equal, {greedy_ties(match)}"
-    table.add("Greedy identical", greedy_matches(match), note)
-    plain = speed_cell(native.baseline_tokens_per_second, native.baseline_range)
-    table.add("Tokens/s, plain", plain, "the target alone: all answers, over their time")
-    with_heads = speed_cell(native.tokens_per_second, native.range)
-    table.add("Tokens/s, with heads", with_heads, "the same with its heads")
-
-
-def _add_new_answers(
-    table: Table, label: str, engine: EngineFigures, prediction: TreeFigures | VllmFigures | None
-) -> None:
-    """Add the rate on new answers to the headline table, unless all answers are new."""
-    if not engine.seen_share:
-        return
-    note = f"{percent(engine.seen_share)} of the answers are in the training text as well"
-    if prediction and prediction.new and prediction.new.expected_acceleration_rate is not None:
-        note += f"; {expected_rate(prediction.new)} expected"
-    table.add(label, on_new_answers(engine), note)
+def greedy_ties(engine: EngineFigures) -> str:
+    """Format the ties, the greedy tokens compared and the tolerance: `1 of 2,048 within 0.12`."""
+    match = engine.greedy_match
+    text = f"{count(match.ties)} of {count(match.tokens)} tokens"
+    if engine.tie_tolerance is not None:
+        text += f" within {engine.tie_tolerance:.2g}"
+    return text
 
 
 def pairs(value: Any) -> str:

@@ -18,10 +18,8 @@ import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from pipeline.artifacts.check_result import LoadRow
-from pipeline.artifacts.tree_file import Accuracy
 from pipeline.decoding.tree import TreePath
 from pipeline.report.report import CurvePoint, Extras, Report
 
@@ -60,14 +58,10 @@ MAX_POINTS = 120  # per curve: keeps curves readable and the page small
 def draw_plots(report: Report, extras: Extras) -> dict[str, str]:
     """Draw the report's plots as `<svg>` elements, by name; plots without data are left out."""
     plots = {}
-    calibration, native, studies = extras.calibration, report.native, report.studies
+    calibration, studies = extras.calibration, report.studies
     with matplotlib.style.context(["default", SETTINGS]):
-        if report.heads:
-            plots["heads"] = plot_head_accuracy(report.heads)
         if extras.losses:
             plots["losses"] = plot_head_losses(extras.losses, extras.held_out)
-        if native and native.accepted_lengths:
-            plots["accepted"] = plot_accepted_lengths(native.accepted_lengths)
         if calibration and not calibration.dynamic:
             plots["tree"] = plot_tree(calibration.choices, calibration.node_shares)
         if studies.load:
@@ -163,37 +157,6 @@ def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, list(map(str, ticks)))
     axes.minorticks_off()
-
-
-# --- bars
-
-
-def plot_head_accuracy(heads: Sequence[Accuracy]) -> Axes:
-    """Plot the top-1 and top-5 accuracy of each head on held-out tokens, for the report."""
-    axes = _axes()
-    names = [f"head {k}\nt+{k + 2}" for k in range(len(heads))]
-    top5_K = [head.top5 or 0 for head in heads]
-    top1_K = [head.top1 or 0 for head in heads]
-    _bars(axes, names, top5_K, color=SERIES[1], label="top-5")
-    _bars(axes, names, top1_K, color=ACCENT, label="top-1")
-    return axes
-
-
-def plot_accepted_lengths(num_steps: Sequence[int]) -> Axes:
-    """Plot the share of decoding steps that keep 0, 1, 2, … guessed tokens, for the report."""
-    axes = _axes("guessed tokens kept in a step", "share of steps")
-    total = max(sum(num_steps), 1)
-    names = list(map(str, range(len(num_steps))))
-    _bars(axes, names, [number / total for number in num_steps], color=ACCENT)
-    return axes
-
-
-def _bars(axes: Axes, names: Sequence[str], shares: Sequence[float], **style: Any) -> None:
-    """Plot shares as bars, labelled in percent."""
-    bars = axes.bar(names, shares, **style)
-    axes.bar_label(bars, fmt="{:.0%}", color=INK)
-    axes.margins(y=0.15)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
 # --- the tree (paper, section 2.3.3)

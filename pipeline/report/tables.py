@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeline.artifacts.tree_file import Accuracy, Calibration, Expected
+from pipeline.artifacts.tree_file import Calibration, Expected
 from pipeline.decoding.tree_search import fastest_choice
 from pipeline.formatting import (
     count,
@@ -31,19 +31,13 @@ EXPECTED = ("expected rate", "step time", "expected speed")
 def heads_table(report: Report) -> Table:
     """Build the report's table of the heads' accuracies; head k predicts the token at t+2+k."""
     table = Table("Heads", ["head", "predicts", *RANKS], words=(0, 1))
-    tree = report.tree
-    with_new = False
-    if tree:
-        table.note = f"Accuracy on {tree.text}."
-        with_new = tree.seen_share > 0
-    if with_new:
-        table.columns += ["top-1, new answers", "top-5, new answers"]
+    table.note = "Share of tokens that are among a head's first guesses"
+    if report.tree:
+        table.note += f", on {report.tree.text}"
+    table.note += "."
     for k, head in enumerate(report.heads):
-        cells = [head.top1, head.top2, head.top3, head.top4, head.top5]
-        if with_new:
-            new = head.new or Accuracy(labels=0)
-            cells += [new.top1, new.top5]
-        table.add(str(k), f"t+{k + 2}", *map(percent, cells))
+        shares = head.top1, head.top2, head.top3, head.top4, head.top5
+        table.add(str(k), f"t+{k + 2}", *map(percent, shares))
     return table
 
 
@@ -63,8 +57,6 @@ def tree_table(report: Report, calibration: Calibration | None) -> Table:
         table.note += " The tree is dynamic: each step verifies the nodes that are most probable."
     elif calibration:
         depths = [len(path) for path in calibration.choices]
-    for name, reached in (tree.searches or {}).items():
-        table.note += f" On text not used for it, the {name} search reaches {ratio(reached)}."
     table.add("0", "the target's own token", ratio(1.0))
     for depth, tokens in enumerate(tree.tokens_by_depth, start=1):
         table.add(str(depth), count(depths.count(depth) or None), ratio(tokens))

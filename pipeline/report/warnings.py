@@ -8,26 +8,24 @@ from collections.abc import Iterator
 from pipeline.artifacts.check_result import (
     HEADS,
     EngineFigures,
-    NativeFigures,
     Speed,
     VllmFigures,
 )
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.artifacts.tree_file import TreeFigures
 from pipeline.formatting import count, percent, ratio, times
-from pipeline.report.facts import MANY_SEEN, Prediction, expected_rate, rough_note
+from pipeline.report.facts import MANY_SEEN, Prediction, rough_note
 from pipeline.report.report import Report, TrainFigures
 from pipeline.report.speeds import Repeats, is_disturbed, range_cell
 from pipeline.report.what_to_serve import at_a_time, load_rows, serving_advice
 
-SAME_TEXT_GAP = 0.1  # as a share of the gain over plain decoding
 NOTABLE_GAP = 3  # standard errors between the expected acceleration rate and the measured one
-ROUGH = 0.2  # standard error of an expected rate, as a share of the rate
 ENOUGH_COVERAGE = 0.9  # share of held-out text in the draft vocabulary
 UNSTEADY = 1.5  # plain decoding's fastest repeat over its slowest
 FEW_PROMPTS = 300  # with as many, heads begin to help
 FEW_STEPS = 100  # of training
 SMALL_TARGET = 1e9  # parameters
+AGAIN = "Check again on an idle machine (a run: --fresh check)."
 MOSTLY_KEPT = 0.6  # share of vLLM's steps that keep the last draft token
 
 
@@ -46,14 +44,15 @@ def report_warnings(report: Report) -> list[str]:
             " from the start, they are left out."
         )
     if native:
-        found += _load_warnings(native)
         if tree and native.acceptance in (None, "greedy"):  # calibration expects greedy decoding
             found += _rate_gap_warnings("The measured acceleration rate", native, tree)
     if vllm:
         found += _rate_gap_warnings("vLLM's acceleration rate", vllm, vllm)  # the chain's rates
-        found += _same_text_warnings(vllm)
-    found += _unsteady_warnings(report)
-    found += _little_text_warnings(report)
+    found += _speed_warnings(report)
+    if native and not load_rows(report):  # else what to serve begins with this note
+        note = rough_note(native)
+        if note:
+            found.append(note)
     found += _missing_prompt_warnings(report)
     found += _losses(report)
     return found
@@ -75,61 +74,33 @@ def _training_warnings(train: TrainFigures) -> Iterator[str]:
         )
 
 
-def _load_warnings(native: NativeFigures) -> Iterator[str]:
-    """Yield a warning for the report if other load disturbed the native check."""
-    if is_disturbed(native):
-        yield (
-            "Native decoding: a step with heads was measured as faster than a plain one, although"
-            " it does more. Other load probably slowed the plain steps, and the speedup of"
-            f" {times(native.speedup)} at an acceleration rate of {ratio(native.acceleration_rate)}"
-            " is too high. Check again on an idle machine (a run: --fresh check)."
-        )
-
-
-def _unsteady_warnings(report: Report) -> Iterator[str]:
-    """Yield a warning for the report if the repeats of plain decoding differ by `UNSTEADY`."""
-    measured: dict[str, Speed] = {}
+def _speed_warnings(report: Report) -> Iterator[str]:
+    """Yield warnings for the report about speeds that other load on the machine has changed."""
+    alone: dict[str, Speed] = {}
+    batched: dict[str, Speed] = {}
     if report.native:
-        measured["natively"] = report.native
+        alone["natively"] = report.native
     for row in load_rows(report):
-        measured[f"in vLLM, {at_a_time(row.requests)}"] = row
+        loads = alone if row.requests == 1 else batched
+        loads[f"in vLLM, {at_a_time(row.requests)}"] = row
+    disturbed = []
+    for where, found in alone.items():
+        if is_disturbed(found):
+            disturbed.append(f"{where} {times(found.speedup)}, {ratio(found.acceleration_rate)}")
+    if disturbed:
+        yield (
+            "One request at a time gains at most its tokens per step, and these speedups exceed"
+            f" them: {'; '.join(disturbed)}. Other load slowed plain decoding. {AGAIN}"
+        )
     unsteady = []
-    for where, found in measured.items():
+    for where, found in {**alone, **batched}.items():
         if found.baseline_range and found.baseline_range[1] > UNSTEADY * found.baseline_range[0]:
             unsteady.append(f"{where} {range_cell(found.baseline_range)}")
     if unsteady:
         yield (
             f"Plain decoding's repeats differ by more than {UNSTEADY}x in tokens/s:"
-            f" {'; '.join(unsteady)}. The machine's speed changed meanwhile, so these speedups are"
-            " uncertain. Check again on an idle machine (a run: --fresh check)."
-        )
-
-
-def _same_text_warnings(vllm: VllmFigures) -> Iterator[str]:
-    """Yield a warning for the report if vLLM's rate is well below native's on the same text."""
-    same_text, reached = vllm.same_text_acceleration_rate, vllm.acceleration_rate
-    if same_text is not None and same_text - reached > SAME_TEXT_GAP * (same_text - 1):
-        yield (
-            f"vLLM's acceleration rate is {ratio(reached)}, and the same chain reaches"
-            f" {ratio(same_text)} natively on the same text: vLLM may compute the heads in another"
-            " precision or not as they were trained, or draft nothing near the end of the context."
-        )
-
-
-def _little_text_warnings(report: Report) -> Iterator[str]:
-    """Yield warnings for the report if its rates rest on too little held-out or new text."""
-    tree = report.tree
-    if report.native and not load_rows(report):  # else what to serve begins with it
-        note = rough_note(report.native)
-        if note:
-            yield note
-    if not tree or tree.expected_standard_error is None or not tree.expected_acceleration_rate:
-        return
-    if tree.expected_standard_error > ROUGH * tree.expected_acceleration_rate:
-        yield (
-            f"The expected acceleration rate is {expected_rate(tree)}: calibration had too little"
-            " text, so its tree and chain may not be the best. Raise seeds.holdout, or give it more"
-            " questions (calibrate.data)."
+            f" {'; '.join(unsteady)}. The machine's speed varied, so these speedups are uncertain."
+            f" {AGAIN}"
         )
 
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.artifacts.check_result import HEADS, PLAIN, LoadRow, ServedMethod, VllmFigures
-from pipeline.formatting import UNKNOWN, count, percent, ratio, times
+from pipeline.formatting import UNKNOWN, count, percent, ratio
 from pipeline.report.facts import greedy_matches, rough_note
 from pipeline.report.report import Report
-from pipeline.report.speeds import Repeats, is_disturbed, speed_cell
+from pipeline.report.speeds import Repeats, speed_cell
 from pipeline.report.text_table import Table
 
 SERVE = "medusa-distill serve RUN_DIR"
@@ -63,14 +63,6 @@ def serving_advice(report: Report) -> list[Advice]:
 
 def _advice(requests: int, rows: Sequence[LoadRow], methods: dict[str, ServedMethod]) -> Advice:
     """Return what to serve at one load, whose rows are those of all methods."""
-    for row in rows:
-        if requests == 1 and is_disturbed(row):
-            text = (
-                f"not known. {row.method} gained {times(row.speedup)} with"
-                f" {ratio(row.acceleration_rate)} tokens per step, so other load slowed plain vLLM."
-                " Check again on an idle machine."
-            )
-            return Advice(requests, text, command="medusa-distill run RUN_DIR --fresh check")
     first = rows[0]
     plain = Repeats.of(
         PLAIN,
@@ -93,10 +85,16 @@ def _advice(requests: int, rows: Sequence[LoadRow], methods: dict[str, ServedMet
         (each for each in measured if each.overlaps(fastest)),
         key=lambda each: _complexity(each.method),
     )
-    text = _verdict(served, plain)
+    if served is plain:
+        text = "plain vLLM"
+    else:
+        text = served.method
+        if plain.speed:
+            text += f", {served.over(plain)} plain ({served.range_over(plain)})"
     for other in measured:
-        if other is not served:
-            text += _next_best(other, served)
+        if other is not served and other.overlaps(served):
+            figures = f"{other.over(served)}, {other.range_over(served)}"
+            text += f"; within its repeats: {other.method} ({figures})"
             break
     return Advice(requests, f"{text}.", served.method, _command(methods.get(served.method)))
 
@@ -106,25 +104,6 @@ def _complexity(method: str) -> int:
     if method == PLAIN:
         return 0
     return 2 if method.startswith(HEADS) else 1
-
-
-def _verdict(served: Repeats, plain: Repeats) -> str:
-    """Name the method to serve, and its speedup over plain vLLM."""
-    if served is plain:
-        return "plain vLLM"
-    if not plain.speed:
-        return f"{served.method}; plain vLLM answers no request within check.slo"
-    return f"{served.method}, {served.over(plain)} plain ({served.range_over(plain)})"
-
-
-def _next_best(other: Repeats, served: Repeats) -> str:
-    """Say how the fastest other method compares, if it is within the repeats or plain is served."""
-    figures = f"({other.over(served)}, {other.range_over(served)})"
-    name = "plain vLLM" if other.method == PLAIN else other.method
-    if other.overlaps(served):
-        verb = "are" if name.startswith(HEADS) else "is"
-        return f"; {name} {verb} within its repeats {figures}"
-    return f"; next: {name} {figures}" if served.method == PLAIN else ""
 
 
 def _command(method: ServedMethod | None) -> str:
@@ -171,20 +150,16 @@ def what_to_serve_table(report: Report) -> Table:
     for row_cells in cells.values():
         if len(row_cells) > 3:
             table.add(*row_cells)
-    if table.rows:
-        table.add("to serve", "", "", *(each.method or UNKNOWN for each in advice))
     return table
 
 
 def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
-    """Return the sentences of the table's note: what the columns mean, and what is missing."""
-    measured = "vLLM's server" if report.studies.load else "vLLM without a server"
+    """Return the sentences of the table's note: what the columns mean, and which methods failed."""
     remarks = [
-        f"Tokens/s of {measured}, on the check's prompts, with the slowest and the fastest repeat."
-        " Per step: tokens kept per forward of the target. Identical: greedy answers equal to plain"
-        " vLLM's. If the repeats of two methods overlap, the simpler one is named: plain before"
-        " n-grams, n-grams before heads. check.draft_tokens adds heads with other numbers of"
-        " drafts, and check.slo limits waiting times."
+        "Tokens/s on the check's prompts, with the slowest and the fastest repeat. Per step: tokens"
+        " kept per forward of the target. Identical: greedy answers equal to plain vLLM's. If the"
+        " repeats of two methods overlap, the simpler one is named: plain before n-grams, n-grams"
+        " before heads."
     ]
     if report.run:
         remarks.append("RUN_DIR is this run's directory.")

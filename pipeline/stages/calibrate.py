@@ -20,14 +20,13 @@ too.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.json_form import to_json
-from pipeline.artifacts.seen_answers import ENOUGH_NEW, training_text
+from pipeline.artifacts.seen_answers import training_text
 from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.artifacts.tree_file import CalibrateResult, Calibration, TreeFigures
 from pipeline.config import Config
@@ -67,7 +66,7 @@ from pipeline.training.held_out_accuracy import (
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
-VERSION = 14
+VERSION = 15
 FIGURES = {
     "tree.nodes": "nodes",
     "tree.expected_acceleration_rate": "expected acceleration rate",
@@ -135,7 +134,6 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         text="calibrate.data" if settings.data else "held-out rows",
         tokens_by_depth=tree.tokens_by_depth(),
         dynamic=tree.dynamic,
-        searches=tree.searches,
         sizes=tree.sizes or None,
         answers=len(judged.seen),
         seen_share=round(float(judged.seen.mean()), 4),
@@ -144,13 +142,8 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         chain=chain,
         **expected_speedup(tree.replayed),
     )
-    heads = head_accuracies(ranks, settings.top, num_heads)
-    new = ranks.new_answers()
-    if len(new.starts) >= ENOUGH_NEW:
-        on_new = head_accuracies(new, settings.top, num_heads)
-        heads = [replace(head, new=each) for head, each in zip(heads, on_new, strict=True)]
     result = CalibrateResult(
-        heads=heads,
+        heads=head_accuracies(ranks, settings.top, num_heads),
         tree=figures,
         positions=int(counts_K.max()),
         conversations=num_conversations,

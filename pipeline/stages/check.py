@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.check_result import (
-    BatchLimits,
     CheckResult,
     Limits,
     ServedModel,
@@ -42,8 +41,7 @@ from pipeline.config.load import validate
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import read_questions
-from pipeline.evaluation.answer_files import read_answers, write_answers, write_model_answers
-from pipeline.evaluation.batch_limits import batch_limits, gpu_figures
+from pipeline.evaluation.answer_files import write_answers, write_model_answers
 from pipeline.evaluation.measuring import AnswerLines, check_with_engine, join_engines
 from pipeline.evaluation.original import compare_with_original, drift_answers
 from pipeline.evaluation.prompts import (
@@ -55,7 +53,6 @@ from pipeline.evaluation.prompts import (
     with_room,
     with_room_for,
 )
-from pipeline.evaluation.references import exact_match, read_references
 from pipeline.evaluation.served import load_study, with_expectations
 from pipeline.evaluation.vllm_methods import longest_draft
 from pipeline.execution.progress import ProgressReporter
@@ -63,15 +60,13 @@ from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
 from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage, reads
-from pipeline.run.estimate import CACHED_TOKENS, target_sizes
 from pipeline.run.resolved import ENGINE_SECTIONS
-from pipeline.storage.atomic import JsonObject, read_json, write_json
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
 from pipeline.targets.spec import (
     TargetSpec,
-    cached_numbers,
     context_length,
     model_config,
     quantization_format,
@@ -79,7 +74,7 @@ from pipeline.targets.spec import (
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 29
+VERSION = 30
 FIGURES = {
     "native.acceleration_rate": "native acceleration rate",
     "native.speedup": "native speedup",
@@ -189,34 +184,8 @@ class CheckEngines:
         figures = with_expectations(result.vllm, chain, held_out)
         if "load" in request.settings.studies:
             load, failed = self.call(load_study, "vllm", request=request)
-            figures = replace(
-                figures,
-                studies=Studies(load=load),
-                failed_loads=failed or None,
-                batch_limits=self.batch_limits(result.hardware or {}),
-            )
+            figures = replace(figures, studies=Studies(load=load), failed_loads=failed or None)
         return figures
-
-    def batch_limits(self, hardware: JsonObject) -> BatchLimits | None:
-        """Return the limits of a batch on the GPUs that decoded.
-
-        The result is None on a CPU, and if the GPU's figures or the target's size are unknown.
-        """
-        run = self.context.resolved
-        target = target_sizes(run)
-        num_gpus = run.gpus_of("generate")
-        if not num_gpus or not hardware.get("gpus") or target is None:
-            return None
-        figures = gpu_figures(run.config.placement, hardware["gpus"][0], target)
-        if figures is None:
-            return None
-        return batch_limits(
-            figures,
-            target,
-            memory=num_gpus * 1e9 * hardware["gpu_memory_gb"],
-            cached_bytes=cached_numbers(run.target_config) * target.itemsize,
-            sequence_tokens=min(CACHED_TOKENS, run.context),
-        )
 
     def with_served_model(self, request: CheckRequest, result: CheckResult) -> CheckResult:
         """Repeat the check on the served copy of the target; add the copy's figures to the result.
@@ -314,10 +283,10 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult:
-    """Return the result with head 0's held-out accuracy, drift, and exact matches added.
+    """Return the result with head 0's held-out accuracy, drift, and contaminated rows added.
 
-    Drift is measured if training tuned the backbone. Exact matches and contaminated rows are
-    counted if the prompts are a file of questions.
+    Drift is measured if training tuned the backbone. Contaminated rows are counted if the prompts
+    are a file of questions.
     """
     context = engines.context
     trained = context.upstream["train"].summary
@@ -331,7 +300,6 @@ def _with_comparisons(engines: CheckEngines, result: CheckResult) -> CheckResult
         result = replace(
             result,
             contaminated_rows=num_contaminated(shards, CheckQuestions(engines.questions or ())),
-            exact_match=exact_match(read_answers(engines.stage.path), read_references(prompts)),
         )
     return result
 

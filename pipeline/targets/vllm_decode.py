@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -80,21 +80,12 @@ class VLLMTexts:
         num_tokens = sum(map(len, self.token_ids))
         return [num_tokens / seconds for seconds in self.seconds]
 
-    def in_turn(self, rows: Collection[int] | None = None) -> list[float]:
-        """Return the tokens per second of each repeat with one prompt after another.
-
-        Args:
-            rows: Count only these prompts; None counts all that were decoded alone.
-        """
+    def in_turn(self) -> list[float]:
+        """Return the tokens per second of each repeat with one prompt after another."""
         speeds = []
         for seconds in self.seconds_in_turn:
-            num_tokens = 0
-            duration = 0.0
-            for row, seconds_of_row in seconds.items():
-                if rows is None or row in rows:
-                    num_tokens += len(self.token_ids[row])
-                    duration += seconds_of_row
-            speeds.append(num_tokens / duration)
+            num_tokens = sum(len(self.token_ids[row]) for row in seconds)
+            speeds.append(num_tokens / sum(seconds.values()))
         return speeds
 
 

@@ -48,7 +48,6 @@ def test_the_longest_suffix_is_found_wherever_it_occurs(texts, context, data):
         context = context + text[: data.draw(st.integers(0, len(text)))]
     store = Datastore(texts)
     assert sorted(store.continuations(context)) == sorted(searched(texts, context))
-    assert store.num_tokens == sum(map(len, texts))
 
 
 def test_of_many_occurrences_a_sample_keeps_the_shares():
@@ -89,8 +88,6 @@ def test_retrieved_trees_keep_the_text_that_transformers_writes(family, target_o
         assert decoded.token_ids == text
         accepted.update(decoded.accepted)
     assert 1 in accepted and max(accepted) > 3
-    drafter = decoder.drafter
-    assert drafter.num_steps == accepted.total() and 0 < drafter.num_drafted <= accepted.total()
 
 
 def test_steps_without_a_guess_are_plain(target_of, continuation):
@@ -104,7 +101,7 @@ def test_steps_without_a_guess_are_plain(target_of, continuation):
     decoder = drafting(model, [[unseen] * 9])
     assert decoder.generate(PROMPT, 24).token_ids == text
     hook.remove()
-    assert rows == [len(PROMPT)] + [1] * 23 and decoder.drafter.num_drafted == 0
+    assert rows == [len(PROMPT)] + [1] * 23
 
 
 def test_retrieval_ends_at_end_tokens_and_at_the_context(target_of, continuation):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from pipeline.evaluation.answer_files import read_answers, write_answers, write_model_answers
+from pipeline.evaluation.answer_files import write_answers, write_model_answers
 
 
 def test_answers_are_one_line_per_question(tmp_path):
@@ -15,5 +15,5 @@ def test_answers_are_one_line_per_question(tmp_path):
     assert (tmp_path / "answers" / "medusa.jsonl").read_text() == ""
     original = [{"model_id": "target-original", "question_id": 1}]
     write_model_answers(tmp_path, original)
-    found = read_answers(tmp_path)
-    assert list(found) == ["plain", "medusa", "original"] and found["original"] == original
+    written = (tmp_path / "model_answer" / "target-original.jsonl").read_text()
+    assert json.loads(written) == original[0]

@@ -12,14 +12,12 @@ from pipeline.artifacts.seen_answers import TrainingText, training_text
 from pipeline.config import CheckConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation import native
-from pipeline.evaluation.answers import mean_log_likelihood
 from pipeline.evaluation.measuring import measure_heads
 from pipeline.evaluation.native import check_native
 from pipeline.evaluation.prompts import CheckRequest, Prompt
 from pipeline.evaluation.speed import CannotDecode
 from pipeline.export.directory import read_heads
 from pipeline.targets.spec import TargetSpec
-from tests.flows.tiny import stored
 
 EOS = {1}
 
@@ -33,19 +31,6 @@ def asked(model) -> tuple[list[list[int]], list[list[int]]]:
     pairs = list(zip(prompts.tolist(), chosen, strict=True))
     ending = [ids for ids, token in pairs if token in EOS]
     return ending, [ids for ids, token in pairs if token not in EOS]
-
-
-def test_likelihood_is_of_each_token_at_temperature_1(model, asked):
-    prompts = [Prompt(str(i), ids) for i, ids in enumerate(asked[1][:3])]
-    answers = [[5, 6, 7, 8, 5, 6, 7, 8], [9], [4, 4]]
-    likelihoods = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        for end, token in enumerate(answer):
-            with torch.inference_mode():
-                logits_TV = model(torch.tensor([prompt.ids + answer[:end]])).logits[0]
-            likelihoods.append(logits_TV[-1].double().log_softmax(-1)[token].item())
-    likelihood = mean_log_likelihood(model, prompts, answers)
-    assert likelihood == pytest.approx(sum(likelihoods) / 11, abs=1e-4)
 
 
 @pytest.fixture
@@ -67,7 +52,7 @@ def test_answers_that_end_with_their_first_token_spoil_nothing(check, asked):
     result, _ = check([*ending[:3], *others[:2]])
     found = result.native
     assert found.prompts == 5 and found.greedy_match.identical == 5
-    assert sum(found.accepted_lengths) > 0 and math.isfinite(found.overhead)
+    assert math.isfinite(found.overhead)
     with pytest.raises(ConfigError, match="no step to measure"):
         check(ending[:3])
 
@@ -125,9 +110,6 @@ def test_every_rule_is_timed_and_greedy_text_is_compared_too(check, asked, setti
     found = result.native
     assert found.acceptance == settings["acceptance"] and found.temperature == 0.8
     assert found.greedy_match.identical == 5 and found.acceleration_rate >= 1
-    if settings["acceptance"] == "rejection":  # one seed writes one text, with and without the tree
-        likelihoods = found.log_likelihood
-        assert likelihoods["sampling"] == pytest.approx(likelihoods["rejection"], abs=1e-3)
 
 
 @pytest.mark.slow
@@ -135,12 +117,7 @@ def test_retrieval_changes_no_token(check, asked, finished_run):
     trained = training_text(finished_run.latest("generate"))
     result, _ = check(asked[1][:5], trained, baselines=["retrieval"])
     (retrieval,) = result.native.baselines
-    spans = []
-    for row in stored(finished_run.latest("generate")):
-        spans += row["spans"] if row["split"] == "train" else []
-    assert retrieval.datastore.tokens == sum(span["end"] - span["start"] for span in spans)
     assert retrieval.greedy_match.identical == 5 and retrieval.acceleration_rate >= 1
-    assert 0 < retrieval.drafted_share <= 1 and retrieval.datastore.build_seconds > 0
 
 
 def test_heads_without_a_run_have_the_same_limits(finished_run, tiny_target):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pipeline.artifacts.check_result import GreedyMatch
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.served_figures import load_rows_of_check, prompts_in_turn, served_method
@@ -16,17 +14,15 @@ MATCH = GreedyMatch(3, 3, 0)
 def test_rates_are_of_all_prompts_and_by_category():
     """The third answer ended with its first token."""
     prompts = [Prompt("a", [1], "maths"), Prompt("b", [2], "poems"), Prompt("c", [3], "poems")]
-    alone = [{0: 1.0, 1: 4.0}, {0: 2.0, 1: 2.0}, {0: 4.0, 1: 1.0}]
-    texts = VLLMTexts([[1, 2, 3], [4, 5], [6]], [[2], [1], []], [2.0], alone)
-    plain = replace(texts, seconds_in_turn=[{0: 3.0, 1: 2.0}])
-    found = served_method("ngram", CONFIG, prompts, plain, texts, MATCH)
+    texts = VLLMTexts([[1, 2, 3], [4, 5], [6]], [[2], [1], []], [2.0], [{0: 1.0}])
+    found = served_method("ngram", CONFIG, prompts, texts, MATCH)
     assert (found.acceleration_rate, found.greedy_match) == (1.5, MATCH)
     maths, poems = found.categories
     assert (maths.category, maths.prompts, maths.acceleration_rate) == ("maths", 1, 2.0)
     assert (poems.category, poems.prompts, poems.acceleration_rate) == ("poems", 2, 1.0)
-    assert (maths.tokens_per_second, maths.baseline_tokens_per_second) == (1.5, 1.0)
-    assert (poems.tokens_per_second, poems.speedup) == (1.0, 1.0), "its third was not alone"
     assert found.speculative_config == CONFIG
+    one = VLLMTexts([[1, 2, 3]], [[2]], [2.0], [{0: 1.0}])
+    assert served_method("ngram", CONFIG, prompts[:1], one, MATCH).categories is None
 
 
 def test_speeds_are_medians_of_the_repeats_beside_plain_ones():
@@ -35,7 +31,7 @@ def test_speeds_are_medians_of_the_repeats_beside_plain_ones():
     tokens, steps = [[1, 2, 3], [4, 5, 6]], [[2], [2]]
     texts = VLLMTexts(tokens, steps, [2.0, 1.0, 4.0], [{0: 2.0, 1: 4.0}])
     plain = VLLMTexts(tokens, [[1, 1], [1, 1]], [4.0], [{0: 5.0, 1: 7.0}])
-    method = served_method("ngram", CONFIG, prompts, plain, texts, MATCH)
+    method = served_method("ngram", CONFIG, prompts, texts, MATCH)
     in_turn, at_once = load_rows_of_check(method, plain, texts)
     assert (in_turn.requests, in_turn.tokens_per_second, in_turn.range) == (1, 1.0, None)
     assert (at_once.requests, at_once.tokens_per_second, at_once.range) == (2, 3.0, [1.5, 6.0])
@@ -43,34 +39,23 @@ def test_speeds_are_medians_of_the_repeats_beside_plain_ones():
     assert at_once.baseline_tokens_per_second == 1.5 and at_once.acceleration_rate == 2.0
 
 
-def test_a_single_category_has_no_row_of_its_own():
-    """Its prompts need not be among those that are decoded alone."""
-    prompts = [Prompt("a", [1]), Prompt("b", [2], "maths")]
-    texts = VLLMTexts([[1, 2], [3, 4]], [[1], [1]], [1.0], [{0: 1.0}])
-    assert served_method("ngram", CONFIG, prompts, texts, texts, MATCH).categories == []
-
-
 def test_the_rate_one_at_a_time_is_that_of_the_prompts_decoded_so():
     """The first text gains 4, which is more than the pooled rate of 2.5."""
     prompts = [Prompt("a", [1]), Prompt("b", [2])]
     texts = VLLMTexts([[0] * 5] * 2, [[4], [1]], [1.0], [{0: 1.0}])
-    method = served_method("ngram", CONFIG, prompts, texts, texts, MATCH)
+    method = served_method("ngram", CONFIG, prompts, texts, MATCH)
     in_turn, at_once = load_rows_of_check(method, texts, texts)
     assert (in_turn.acceleration_rate, at_once.acceleration_rate) == (4.0, 2.5)
 
 
 def test_one_prompt_has_one_load():
     texts = VLLMTexts([[1, 2]], [[1]], [1.0], [{0: 1.0}])
-    method = served_method("ngram", CONFIG, [Prompt("a", [1])], texts, texts, MATCH)
+    method = served_method("ngram", CONFIG, [Prompt("a", [1])], texts, MATCH)
     assert [row.requests for row in load_rows_of_check(method, texts, texts)] == [1]
 
 
-def test_a_few_prompts_of_each_category_are_decoded_in_turn():
+def test_a_few_prompts_are_decoded_in_turn():
     """Each of another question, from anywhere in the file."""
-    of_no_category = [Prompt(str(place), [place], question_id=place // 2) for place in range(40)]
-    chosen = prompts_in_turn(of_no_category)
-    assert len({place // 2 for place in chosen}) == len(chosen) == 8 and max(chosen) > 16
-    prompts = [Prompt(str(place), [place], "ab"[place > 19], place // 2) for place in range(26)]
+    prompts = [Prompt(str(place), [place], question_id=place // 2) for place in range(40)]
     chosen = prompts_in_turn(prompts)
-    assert sorted(place > 19 for place in chosen) == 4 * [False] + 3 * [True]
-    assert len({place // 2 for place in chosen}) == 7
+    assert len({place // 2 for place in chosen}) == len(chosen) == 8 and max(chosen) > 16

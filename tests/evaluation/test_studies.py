@@ -14,7 +14,6 @@ from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import replay
 from pipeline.decoding.tree import cartesian_tree, stock_tree
-from pipeline.evaluation import studies
 from pipeline.evaluation.answer_states import answer_states, guess_ranks
 from pipeline.evaluation.prompts import Prompt, held_out_prompts
 from pipeline.evaluation.studies import Decoding, run_studies, searched_tree
@@ -57,13 +56,6 @@ def decoding(model, finished_run, prompts) -> Decoding:
     return Decoding(plain, medusa, prompts, texts)
 
 
-@pytest.fixture(autouse=True)
-def smaller(monkeypatch):
-    monkeypatch.setattr(studies, "NUM_PROMPTS", 2)
-    monkeypatch.setattr(studies, "TEMPERATURES", (0.8,))
-    monkeypatch.setattr(studies, "EPS", (0.04, 0.25))
-
-
 def test_the_ladder_ends_with_the_export_s_tree(decoding, calibration):
     rows = run_studies(decoding, settings("trees"), calibration).trees
     assert [(row.tree, row.nodes) for row in rows] == [
@@ -101,19 +93,6 @@ def test_the_stock_size_tree_is_searched_or_from_accuracies(calibration):
     own = replace(calibration, accuracies=[[0.5, 0.1], [0.4, 0.2]], searched=None)
     assert searched_tree(own) == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
     assert searched_tree(replace(own, searched=((0,), (1,)))) == ((0,), (1,))
-
-
-def test_exact_sampling_writes_the_text_of_plain_sampling(decoding):
-    """Greedily and by rejection: so the target finds either side's text equally likely."""
-    rows = run_studies(decoding, settings("typical"), None).typical
-    names = ["plain", "greedy", "plain", "rejection", "typical", "typical"]
-    assert [row.rule for row in rows] == names
-    assert [row.temperature for row in rows] == [0.0] * 2 + [0.8] * 4
-    assert [row.eps for row in rows] == [None] * 4 + [0.04, 0.25]
-    for before, tree in (rows[:2], rows[2:4]):
-        assert before.log_likelihood == pytest.approx(tree.log_likelihood, abs=1e-4)
-        assert before.acceleration_rate == 1.0 <= tree.acceleration_rate
-    assert rows[2].log_likelihood < rows[0].log_likelihood
 
 
 @pytest.mark.parametrize("tree", [TREE, DynamicTree(8, 3, 4)], ids=["static", "dynamic"])

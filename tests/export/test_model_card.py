@@ -108,8 +108,8 @@ def test_categories_have_public_names():
     measured = {"prompts": 12, "acceleration_rate": 2.5, "speedup": 2.0}
     categories = [measured | {"category": name} for name in ("chats", "private")]
     rows = table_under(card_of(with_check(native={**NATIVE, "categories": categories})), "Results")
-    for row, name in zip(rows[-2:], ("owner/chats", "local-2"), strict=True):
-        assert row[:3] + row[-1:] == [name, "12", "2.50", "2.00x"]
+    assert ["tokens per step", "owner/chats", "local-2"] in rows
+    assert ["heads", "2.50 (2.00x)", "2.50 (2.00x)"] in rows
 
 
 def test_cards_of_backbone_and_heads_state_its_drift():

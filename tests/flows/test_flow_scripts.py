@@ -14,7 +14,6 @@ from rich.console import Console
 from examples.demo_target import target as demo_target
 from pipeline.config.load import load_config
 from pipeline.errors import ConfigError
-from pipeline.evaluation import studies
 from pipeline.flow import run_flow
 from pipeline.stages import calibrate
 from pipeline.storage.run_directory import RunDirectory
@@ -43,9 +42,6 @@ def story(tmp_path, tiny_target, tiny_seeds, monkeypatch):
     """`story("distill_zephyr", *words)` runs a flow on the tiny target, inline; its run is at
     `tmp_path`/<name>.
     """
-    monkeypatch.setattr(studies, "NUM_PROMPTS", 2)
-    monkeypatch.setattr(studies, "TEMPERATURES", (0.7,))
-    monkeypatch.setattr(studies, "EPS", (0.04, 0.25))
     monkeypatch.setattr(calibrate, "NUM_PROMPTS", 1)
 
     def tell(name: str, *words: str, **options: str) -> None:

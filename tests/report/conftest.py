@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from pipeline.artifacts.json_form import from_json
+from pipeline.report.check_tables import engine_cells
 from pipeline.report.documents import print_report, render_html, report_texts
-from pipeline.report.facts import headline_table
 from pipeline.report.report import Extras, Report
 
 HEADS = [
@@ -26,7 +26,6 @@ SPEED = {"acceleration_rate": 1.9, "overhead": 1.2, "speedup": 1.583}
 RATES = {"tokens_per_second": 812.0, "baseline_tokens_per_second": 507.0, "speedup": 1.6}
 STUDIES: dict[str, Any] = {
     "trees": [{"tree": "plain", "nodes": 0, **SPEED}, {"tree": "top-1 chain", "nodes": 4, **SPEED}],
-    "typical": [{"temperature": 0.7, "rule": "typical", "eps": 0.04, **SPEED}],
     "heads": [{"heads": 1, "nodes": 2, **SPEED}],
 }
 
@@ -77,9 +76,8 @@ REPORT: dict[str, Any] = {
             "speedup": 1.61,
             "tokens_per_second": 412.3,
             "baseline_tokens_per_second": 256.1,
-            "greedy_match": {"sequences": 32, "identical": 31, "ties": 1},
-            "accepted_lengths": [10, 20, 10],
-            "time_to_first_token": 0.034,
+            "greedy_match": {"sequences": 32, "identical": 31, "ties": 1, "tokens": 2048},
+            "tie_tolerance": 0.12,
             "prompts": 32,
             "skipped_prompts": 2,
             "categories": [
@@ -146,9 +144,9 @@ def printed(report: dict, **options: Any) -> str:
     return buffer.getvalue()
 
 
-def figures_of(report: dict) -> dict[str, tuple[str, ...]]:
-    """The values and notes of the headline by label."""
-    return {row[0]: row[1:] for row in headline_table(typed(report)).rows}
+def figures_of(report: dict) -> dict[str, str]:
+    """The native figures of the check by label."""
+    return engine_cells(typed(report))["native"]
 
 
 def with_seen_answers(report: dict, num_new: int) -> None:

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.artifacts.tree_file import Accuracy
 from pipeline.report import plots
 from pipeline.report.report import CurvePoint, Extras, Report
 
@@ -46,12 +45,6 @@ def test_the_tree_shows_likely_nodes_and_sums_its_columns():
     assert texts_in(axes) == ["62%", "25%"]
     names = [label.get_text() for label in axes.get_xticklabels()]
     assert names == ["token", "head 0\n63%", "head 1\n25%"]
-
-
-def test_bars_are_labelled_with_their_shares():
-    heads = [Accuracy(labels=9, top1=0.62, top5=0.84), Accuracy(labels=9, top1=0.4, top5=0.66)]
-    assert texts_in(plots.plot_head_accuracy(heads)) == ["84%", "66%", "62%", "40%"]
-    assert texts_in(plots.plot_accepted_lengths([10, 25, 15])) == ["20%", "50%", "30%"]
 
 
 def test_long_curves_are_averaged_and_not_sampled():

