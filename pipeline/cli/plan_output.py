@@ -43,7 +43,6 @@ from pipeline.run.estimate import (
 from pipeline.run.kept_seeds import count_seed_rows
 from pipeline.run.resolved import ResolvedRun
 from pipeline.run.stage_status import StageStatus, stage_statuses
-from pipeline.stages.generate import check_samples
 from pipeline.stages.seeds import require_enough_rows
 from pipeline.storage.atomic import free_disk, require_free_disk
 from pipeline.storage.receipts import Summary
@@ -89,7 +88,6 @@ def print_plan(run: ResolvedRun) -> None:
     _print_lines(console, _size_lines(size, expected, statuses["features"], directory.store))
     if statuses["seeds"].finished is None and size.conversations is not None:
         require_enough_rows(size.conversations, run.config.seeds.holdout, "seeds.sources")
-    check_samples(run, size, directory.store)
     likely = expected.size if expected else size
     is_bound = not (expected or size.written)
     _print_lines(console, _training_lines(likely, run.config.train, is_bound=is_bound))

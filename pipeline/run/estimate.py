@@ -52,7 +52,6 @@ class RunSize:
     conversations: int | None  # None where a data set on the Hub has no limit
     samples: int  # answers to each training prompt
     tokens: int | None  # that the target writes; each has one cached state
-    tokens_per_sample: int  # that one more sample of each training prompt adds
     bytes_per_position: int | None  # 0 where no state is cached; None if the target is unknown
     written: bool  # whether `tokens` is counted, not estimated
     positions: int  # to train on; 0 if unknown
@@ -116,7 +115,6 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
         conversations=rows,
         samples=samples,
         tokens=tokens,
-        tokens_per_sample=prompts * longest,
         bytes_per_position=stored,
         written=bool(generated),
         positions=positions,

@@ -13,7 +13,6 @@ depend on the shards, the batches or the number of workers: on a CPU in float32,
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -26,13 +25,10 @@ from pipeline.conversations.conversation import RejectedRow, RowRejected, Specia
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_both_sides
 from pipeline.conversations.duplicates import TokenIds, require_new_sample
 from pipeline.conversations.requests import Sampling
-from pipeline.errors import DataError, EnvironmentFault
+from pipeline.errors import DataError
 from pipeline.execution.progress import ShardProgress
 from pipeline.run.context import Context, Stage, reads
-from pipeline.run.estimate import RunSize, run_size
-from pipeline.run.resolved import ResolvedRun
 from pipeline.run.sharded import run_sharded
-from pipeline.storage.atomic import free_disk
 from pipeline.storage.receipts import Identity, Receipt, Summary
 from pipeline.storage.shards import Row, ShardTask, ShardWriter, task_rows
 from pipeline.storage.stage_directory import StageDirectory
@@ -73,7 +69,6 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     settings = context.config.generate
     require_both_sides(load_chat_template(context.target), settings.mode)  # before workers start
     seeds = context.upstream["seeds"]
-    check_samples(context.resolved, run_size(context.resolved, seeds.summary, None), stage.path)
     samples = settings.num_samples(int(seeds.summary["train_rows"]))
     arguments = {
         "target": context.target,
@@ -88,28 +83,6 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     )
     require_rows_of_splits(summary, stage)
     return {**summary, "samples": samples}
-
-
-def check_samples(run: ResolvedRun, size: RunSize, store: Path) -> None:
-    """Raise EnvironmentFault if the states of `generate.samples` samples may not fit on the disk.
-
-    Nothing is checked for `auto`, for one sample, or if the texts are written already.
-    """
-    samples = run.config.generate.samples
-    if isinstance(samples, str) or samples == 1 or size.written or not size.disk_bytes:
-        return
-    free = free_disk(store)
-    excess = size.disk_bytes - free
-    if excess > 0:
-        bytes_per_sample = size.disk_bytes / (size.tokens or 1) * size.tokens_per_sample
-        fitting = max(1, samples - math.ceil(excess / bytes_per_sample))
-        raise EnvironmentFault(
-            f"The states of {samples} samples take up to {size.disk_bytes / 1e9:.1f} GB, and"
-            f" {free / 1e9:.1f} GB of the disk are free.",
-            "generate.samples",
-            f"Set generate.samples={fitting}, or fewer generate.rounds or"
-            " generate.max_new_tokens, or name a larger run.store.",
-        )
 
 
 def require_rows_of_splits(summary: Summary, stage: StageDirectory) -> None:

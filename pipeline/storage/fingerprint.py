@@ -82,11 +82,9 @@ class FileFacts:
         """
         if not path.is_file():
             return [f"{path} is missing"]
-        found = FileFacts.of(path)
-        if found.sha256 == self.sha256:
+        if FileFacts.of(path).sha256 == self.sha256:
             return []
-        sizes = f"{found.size} bytes, {self.size} were written"
-        return [f"{path} is damaged: {sizes}, or another sha256"]
+        return [f"{path} is damaged: its size or sha256 is not the recorded one"]
 
 
 class FileDigests:

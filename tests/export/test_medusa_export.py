@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import DataError
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
 from tests.export.exports import (
@@ -126,18 +126,3 @@ def test_a_dynamic_tree_comes_back(tmp_path):
     assert read_layout(directory) == config and read_tree(directory) == DynamicTree(4, 3, 2)
     assert json.loads((directory / "medusa_choices.json").read_text()) == TREE
     assert read_tree(write(tmp_path / "static", config_of())) == tuple(map(tuple, TREE))
-
-
-@pytest.mark.parametrize(
-    ("num_nodes", "max_depth", "error"), [(99, 1, DataError), (1, 4, ConfigError)]
-)
-def test_a_dynamic_tree_that_these_heads_cannot_fill_is_refused(
-    tmp_path, num_nodes, max_depth, error
-):
-    directory = write(tmp_path / "export", config_of())
-    content = config_in(directory)
-    tree = {"num_nodes": num_nodes, "max_depth": max_depth, "top": 2}
-    content["heads"]["dynamic_tree"] = tree
-    (directory / "config.json").write_text(json.dumps(content))
-    with pytest.raises(error):
-        read_tree(directory)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import GenerateConfig
-from pipeline.errors import DataError, EnvironmentFault
+from pipeline.errors import DataError
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_tokenizer
 from tests.flows.tiny import latest, quarantined, read_lines, stored, write_lines
@@ -65,17 +65,6 @@ def test_equal_samples_are_duplicates_that_no_limit_counts(generated):
     later = [name + suffix for name in train for suffix in ("~2", "~3")]
     found = [line["id"] for line in quarantined(stage) if line["reason"] == "duplicate"]
     assert len(later) > 40 and sorted(found) == sorted(later)
-
-
-def test_samples_that_would_fill_the_disk_are_refused(again, monkeypatch):
-    """64 numbers of 4 bytes for each of at most 32 tokens: some 8 kB a conversation."""
-    summary = latest(again(until="seeds"), "seeds").summary
-    conversations = summary["rows"] + 4.5 * summary["train_rows"]
-    usage = type("Usage", (), {"free": 32 * 64 * 4 * conversations})
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    again(until="generate", generate__samples=5)
-    with pytest.raises(EnvironmentFault, match=r"Set generate\.samples=5,"):
-        again(until="generate", generate__samples=9)
 
 
 @pytest.mark.parametrize(
