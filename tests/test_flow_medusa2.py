@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.cli.app import app
 from pipeline.conversations.conversation import Message
-from pipeline.errors import DataError, EnvironmentFault
+from pipeline.errors import EnvironmentFault
 from pipeline.export.layout import read_layout
-from pipeline.flow import push_run, statuses_of
+from pipeline.flow import statuses_of
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.targets.spec import TargetSpec, load_chat_template, load_tokenizer
 from tests.cli.tables import line_of
@@ -86,13 +86,6 @@ def test_joint_runs_without_the_cache_and_says_so(joint_run, make_settings, tmp_
     out = capsys.readouterr().out
     assert line_of("features", out).split()[1] == "skip"
     assert "no states to cache" in out and "a tuned backbone of" in out
-
-
-def test_an_unneeded_cache_is_unlinked_and_kept(copied_run, again):
-    cache = latest(copied_run, "features").path
-    again(until="generate", **JOINT)
-    assert copied_run.latest("features") is None and cache.is_dir()
-    assert stages_run(again()) == []
 
 
 def test_the_exported_backbone_is_merged_and_named_by_heads(joint_run, tiny_target):
@@ -238,17 +231,6 @@ def test_backbone_and_heads_are_pushed_without_local_paths(
     )
     asked = len(hub.requests)
     assert stages_run(run_again(config)) == [] and len(hub.requests) == asked
-
-
-def test_one_refused_part_stops_the_whole_push(run, hub):
-    """Neither the conversations nor the backbone, which go before the heads."""
-    path = latest(run, "export").path / "tokenizer.json"
-    data = path.read_bytes()
-    path.unlink()  # it may be a hard link to another stage's file
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(DataError, match="not what was checked"):
-        push_run(run.path, repo_id="me/small", dataset="me/said", base_model="owner/target")
-    assert not hub.repositories and not hub.bytes_uploaded
 
 
 def test_a_push_interrupted_between_repositories_continues(run, make_config, tmp_path, hub):

@@ -1,6 +1,6 @@
-"""Decoding with candidate trees that are drafted from text, without heads.
+"""Decoding with candidate trees that are retrieved from text, without heads.
 
-In each step a drafter proposes one tree from the tokens so far, and the target verifies it as it
+In each step the drafter proposes one tree from the tokens so far, and the target verifies it as it
 verifies the trees of heads (see decoder.py). A tree depends on the tokens so far, never on the
 sampling noise of later tokens. So every acceptance rule keeps what it keeps with heads: greedy
 acceptance the text of greedy decoding, rejection sampling the target's distribution.
@@ -13,9 +13,7 @@ Letters: B texts (here 1), N rows (the root and the nodes).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,62 +23,12 @@ from pipeline.decoding.acceptance import AcceptanceRule, greedy_acceptance
 from pipeline.decoding.cache import TreeCache
 from pipeline.decoding.decoder import Decoder, check_takes_mask
 from pipeline.decoding.masks import TreeMasks, attention_windows
+from pipeline.decoding.retrieval import MAX_DEPTH, Retrieval
 from pipeline.decoding.steps import BatchState, TreeSteps
 from pipeline.decoding.tree import Tree, TreeRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass
-class Draft:
-    """A candidate tree of guessed tokens.
-
-    Attributes:
-        tokens: The guessed tokens; guess i is row i + 1, because row 0 is the root.
-        parents: The parent's row of each row; the root's is itself.
-        depths: The depth of each row; the root's is 0.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=lambda: [0])
-    depths: list[int] = field(default_factory=lambda: [0])
-
-    def add(self, token: int, parent: int) -> int:
-        """Add a guess below the row `parent`, and return its row."""
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.depths.append(self.depths[parent] + 1)
-        return len(self.tokens)
-
-    def rows(self, device: torch.device) -> TreeRows:
-        """Return the tensors of this candidate tree."""
-        parent_N = torch.tensor(self.parents, device=device)
-        depth_N = torch.tensor(self.depths, device=device)
-        return TreeRows(parent_N, depth_N, max(self.depths))
-
-
-class Drafter(ABC):
-    """Proposer of candidate trees for one text at a time.
-
-    Attributes:
-        num_nodes: The maximum number of guesses in a tree.
-        max_depth: The maximum depth of a tree.
-        text: The prompt and the tokens decoded so far; the last one is the root of the next tree.
-    """
-
-    def __init__(self, num_nodes: int, max_depth: int):
-        self.num_nodes = num_nodes
-        self.max_depth = max_depth
-        self.text: list[int] = []
-
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Begin another text with its prompt."""
-        self.text = list(prompt_ids)
-
-    @abstractmethod
-    def draft(self) -> Draft:
-        """Propose a candidate tree below the last token of `text`; it may have no guesses."""
 
 
 class DraftedSteps(TreeSteps):
@@ -90,7 +38,7 @@ class DraftedSteps(TreeSteps):
     """
 
     def __init__(
-        self, drafter: Drafter, root: Tree, masks: TreeMasks, cache: TreeCache, max_length: int
+        self, drafter: Retrieval, root: Tree, masks: TreeMasks, cache: TreeCache, max_length: int
     ):
         super().__init__(root, None, masks, cache, max_length)
         self._root = root
@@ -133,7 +81,7 @@ class DraftDecoder(Decoder):
     def __init__(
         self,
         model: PreTrainedModel,
-        drafter: Drafter,
+        drafter: Retrieval,
         *,
         eos_token_ids: Collection[int],
         max_length: int | None = None,
@@ -142,7 +90,7 @@ class DraftDecoder(Decoder):
         super().__init__(model, None, (), eos_token_ids=eos_token_ids, max_length=max_length)
         self.drafter = drafter
         self._num_rows = drafter.num_nodes + 1
-        self._num_positions = drafter.max_depth + 1
+        self._num_positions = MAX_DEPTH + 1
         masks = TreeMasks(attention_windows(model.config), model.dtype)
         root = Tree((), self.device)
         self._steps = DraftedSteps(drafter, root, masks, self._cache, self.max_length)
@@ -157,5 +105,5 @@ class DraftDecoder(Decoder):
         """Decode one prompt as `Decoder.stream_batch` does; raise ValueError for several."""
         if len(prompts) != 1:
             raise ValueError(f"a drafter proposes for one text at a time, not for {len(prompts)}")
-        self.drafter.begin(prompts[0])
+        self.drafter.text = list(prompts[0])
         yield from super().stream_batch(prompts, max_new_tokens, rule, generators)

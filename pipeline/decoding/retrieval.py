@@ -14,11 +14,13 @@ import heapq
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from pipeline.decoding.drafting import Draft, Drafter
+from pipeline.decoding.tree import TreeRows
 
 MAX_SUFFIX = 16  # tokens, as in the paper
 MAX_DEPTH = 10  # tokens, as in the paper
@@ -97,6 +99,34 @@ def _suffix_order(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     return np.argsort(rank, kind="stable")
 
 
+@dataclass
+class Draft:
+    """A candidate tree of guessed tokens.
+
+    Attributes:
+        tokens: The guessed tokens; guess i is row i + 1, because row 0 is the root.
+        parents: The parent's row of each row; the root's is itself.
+        depths: The depth of each row; the root's is 0.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=lambda: [0])
+    depths: list[int] = field(default_factory=lambda: [0])
+
+    def add(self, token: int, parent: int) -> int:
+        """Add a guess below the row `parent`, and return its row."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        return len(self.tokens)
+
+    def rows(self, device: torch.device) -> TreeRows:
+        """Return the tensors of this candidate tree."""
+        parent_N = torch.tensor(self.parents, device=device)
+        depth_N = torch.tensor(self.depths, device=device)
+        return TreeRows(parent_N, depth_N, max(self.depths))
+
+
 def most_frequent_tree(continuations: Sequence[Sequence[int]], num_nodes: int) -> Draft:
     """Return the trie's `num_nodes` most frequent nodes, by how many continuations pass a node.
 
@@ -124,11 +154,17 @@ def most_frequent_tree(continuations: Sequence[Sequence[int]], num_nodes: int) -
     return draft
 
 
-class Retrieval(Drafter):
-    """Drafter of continuations in a datastore, in trees of at most `num_nodes` nodes."""
+class Retrieval:
+    """Drafter of continuations in a datastore, for one text at a time.
+
+    Attributes:
+        num_nodes: The maximum number of guesses in a tree.
+        text: The prompt and the tokens decoded so far; the last one is the root of the next tree.
+    """
 
     def __init__(self, datastore: Datastore, num_nodes: int):
-        super().__init__(num_nodes, MAX_DEPTH)
+        self.num_nodes = num_nodes
+        self.text: list[int] = []
         self._datastore = datastore
 
     def draft(self) -> Draft:

@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from pipeline.conversations.requests import Request, TextCounts
 from pipeline.errors import MedusaDistillError
@@ -38,6 +39,9 @@ from pipeline.targets.spec import (
 )
 from pipeline.targets.vllm_engine import RunningEngine, sampling_params, token_prompt
 from pipeline.targets.vllm_logits import LogitAnswer, LogitRequest, read_logits
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
 
 WARM_UP_TOKENS = 8  # of each prompt, not timed
 ENOUGH_SECONDS, ENOUGH_REPEATS = 2.0, 5  # a small target is measured until either is reached
@@ -182,11 +186,12 @@ def _measure(running: RunningEngine, task: DecodeTask, report: Report) -> VLLMTe
     part = task.name
     eos = eos_token_ids(task.spec)
     requests = task.requests()
+    alone = [[requests[row]] for row in task.in_turn]
     warm_ups = []
     for request in requests:
         limit = min(WARM_UP_TOKENS, request.max_new_tokens)
         warm_ups.append(replace(request, max_new_tokens=limit))
-    _generate_at_once(running, warm_ups, eos, f"{part} warms up", report)
+    _generate(running, [warm_ups], eos, partial(report, part=f"{part} warms up"))
     answers = []
     seconds: list[float] = []
     seconds_in_turn = []
@@ -195,11 +200,10 @@ def _measure(running: RunningEngine, task: DecodeTask, report: Report) -> VLLMTe
         len(seconds) < ENOUGH_REPEATS and time.perf_counter() < end
     ):
         turn_of = f"{part}, repeat {len(seconds) + 1}"
-        started = time.perf_counter()
-        answers = _generate_at_once(running, requests, eos, turn_of, report)
-        seconds.append(time.perf_counter() - started)
-        alone = [requests[row] for row in task.in_turn]
-        durations = _generate_in_turn(running, alone, eos, f"{turn_of}, one at a time", report)
+        answers, durations = _generate(running, [requests], eos, partial(report, part=turn_of))
+        seconds += durations
+        show = partial(report, part=f"{turn_of}, one at a time")
+        _, durations = _generate(running, alone, eos, show)
         seconds_in_turn.append(dict(zip(task.in_turn, durations, strict=True)))
     return VLLMTexts(
         token_ids=[list(chain.from_iterable(steps)) for steps in answers],
@@ -209,65 +213,15 @@ def _measure(running: RunningEngine, task: DecodeTask, report: Report) -> VLLMTe
     )
 
 
-def _generate_in_turn(
+def _generate(
     running: RunningEngine,
-    requests: list[Request],
+    batches: Sequence[Sequence[Request]],
     eos: tuple[int, ...],
-    part: str,
-    report: Report,
-) -> list[float]:
-    """Run one request after another in a vLLM engine; return their durations in seconds."""
-    texts = counts_of(requests)
-    on_step = partial(report_texts, report, part, texts)
-    durations = []
-    for request in requests:
-        started = time.perf_counter()
-        _generate_in_vllm(running, [request], eos, texts, on_step)
-        durations.append(time.perf_counter() - started)
-    return durations
+    show: Report,
+) -> tuple[list[list[list[int]]], list[float]]:
+    """Run one batch of requests after another in a vLLM engine, and report the counts of texts.
 
-
-def _generate_at_once(
-    running: RunningEngine,
-    requests: list[Request],
-    eos: tuple[int, ...],
-    part: str,
-    report: Report,
-) -> list[list[list[int]]]:
-    """Run requests in a vLLM engine at once; return for each the token ids of each step."""
-    texts = counts_of(requests)
-    on_step = partial(report_texts, report, part, texts)
-    return _generate_in_vllm(running, requests, eos, texts, on_step)
-
-
-def counts_of(requests: Sequence[Request]) -> TextCounts:
-    """Return the counts of texts for requests of which none has run yet."""
-    longest = max((request.max_new_tokens for request in requests), default=0)
-    return TextCounts(left=len(requests), longest=longest)
-
-
-def report_texts(report: Report, part: str, texts: TextCounts) -> None:
-    """Report the counts of texts as the progress of a part."""
-    report(
-        part=part,
-        done=texts.ended,
-        total=texts.ended + texts.left,
-        unit="prompts",
-        tokens=texts.tokens,
-        tokens_left=texts.tokens_left,
-    )
-
-
-def _generate_in_vllm(
-    running: RunningEngine,
-    requests: list[Request],
-    eos: tuple[int, ...],
-    texts: TextCounts,
-    on_step: Callable[[], None],
-) -> list[list[list[int]]]:
-    """Run requests in a vLLM engine; return for each request the token ids of each step.
-
-    `texts` counts the tokens as they are made; `on_step` is called after each step of the engine.
+    Return for each request the token ids of each step, and the duration of each batch in seconds.
 
     The first step is the prefill. A forward that returns no token for a request is not a step of
     this request: it computed a chunk of the prompt, or was scheduled before the request's end was
@@ -276,21 +230,39 @@ def _generate_in_vllm(
     from vllm.sampling_params import RequestOutputKind
 
     engine = running.llm.llm_engine
-    steps: dict[str, list[list[int]]] = {request.id: [] for request in requests}
-    for request in requests:
-        params = sampling_params(request, eos)
-        params.output_kind = RequestOutputKind.DELTA
-        engine.add_request(request.id, token_prompt(request.prompt_ids), params)
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            new_ids = list(output.outputs[0].token_ids)
-            if new_ids:
-                steps[output.request_id].append(new_ids)
-            texts.running_tokens += len(new_ids)
-            if output.finished:
-                length = sum(map(len, steps[output.request_id]))
-                texts.running_tokens -= length
-                texts.left -= 1
-                texts.end_text(length)
-        on_step()
-    return list(steps.values())
+    limits = [request.max_new_tokens for requests in batches for request in requests]
+    texts = TextCounts(left=len(limits), longest=max(limits, default=0))
+    steps: dict[str, list[list[int]]] = {}
+    durations = []
+    for requests in batches:
+        started = time.perf_counter()
+        for request in requests:
+            steps[request.id] = []
+            params = sampling_params(request, eos)
+            params.output_kind = RequestOutputKind.DELTA
+            engine.add_request(request.id, token_prompt(request.prompt_ids), params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                _add_step(steps[output.request_id], output, texts)
+            show(
+                done=texts.ended,
+                total=len(limits),
+                unit="prompts",
+                tokens=texts.tokens,
+                tokens_left=texts.tokens_left,
+            )
+        durations.append(time.perf_counter() - started)
+    return list(steps.values()), durations
+
+
+def _add_step(steps: list[list[int]], output: RequestOutput, texts: TextCounts) -> None:
+    """Add the token ids of an output to the steps of its request, and count them in `texts`."""
+    new_ids = list(output.outputs[0].token_ids)
+    if new_ids:
+        steps.append(new_ids)
+    texts.running_tokens += len(new_ids)
+    if output.finished:
+        length = sum(map(len, steps))
+        texts.running_tokens -= length
+        texts.left -= 1
+        texts.end_text(length)

@@ -104,15 +104,6 @@ def test_steps_without_a_guess_are_plain(target_of, continuation):
     assert rows == [len(PROMPT)] + [1] * 23
 
 
-def test_retrieval_ends_at_end_tokens_and_at_the_context(target_of, continuation):
-    model = target_of("llama")
-    text = continuation(model, PROMPT, CONTEXT - len(PROMPT))
-    assert drafting(model, [text]).generate(PROMPT, 1000).token_ids == text
-    ends = text[5]
-    decoded = drafting(model, [text], eos=[ends]).generate(PROMPT, 40)
-    assert decoded.token_ids == text[: text.index(ends) + 1]
-
-
 def test_large_trees_have_room_in_the_cache(target_of, continuation):
     model = target_of("llama")
     texts = torch.randint(0, 24, (60, 24), generator=seeded(1)).tolist()

@@ -87,8 +87,8 @@ def test_4_bit_states_are_those_of_dequantized_weights(random_target, prompts):
     for name, layer in layers:
         weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
         full.model.get_submodule(name).weight.copy_(weight)
-    # bitsandbytes' CPU kernel multiplies in bfloat16 (3e-3 a product); the full weights' states
+    # bitsandbytes' CPU kernel may multiply in bfloat16 (3e-3 a product); the full weights' states
     # are 0.6 away
     found = states_of(TransformersFeatureEngine(spec), prompts)
     for found_TD, expected_TD in zip(found, states_of(full, prompts), strict=True):
-        assert 0 < (found_TD - expected_TD).norm() / expected_TD.norm() < 0.1
+        assert (found_TD - expected_TD).norm() < 0.1 * expected_TD.norm()
