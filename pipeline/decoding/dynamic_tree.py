@@ -67,7 +67,7 @@ class DynamicTree:
     def resized(self, num_nodes: int, max_depth: int | None = None) -> DynamicTree:
         """Return a copy of this tree with `num_nodes` nodes and the maximum depth `max_depth`.
 
-        With `max_depth` None the depth stays as it is. If fewer than `num_nodes` nodes are
+        With `max_depth` None the depth does not change. If fewer than `num_nodes` nodes are
         proposed, the copy has all the proposed ones.
         """
         widest = replace(self, num_nodes=1, max_depth=max_depth or self.max_depth)

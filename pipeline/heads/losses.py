@@ -119,7 +119,7 @@ def weighted_cross_entropy(
     Args:
         hidden_KND: The input of each head's lm_head.
         lm_head: [K, V, D], or one [V, D] that all heads share.
-        labels_KN: Labels as row indices of the lm_head, int64; -100 where there is none.
+        labels_KN: Labels as row indices of the lm_head, int64; -100 without a label.
         teacher: Soft labels; None for the cross entropy with the labels only.
         weights_K: The weight of each head's sum.
     """
@@ -127,7 +127,7 @@ def weighted_cross_entropy(
 
 
 class _WeightedCrossEntropy(torch.autograd.Function):
-    """Autograd function of the chunked loss; its forward pass computes the gradients as well."""
+    """Autograd function of the chunked loss; its forward pass also computes the gradients."""
 
     @staticmethod
     def forward(
@@ -315,7 +315,7 @@ class _ChunkedLoss:
         """Compute the cross entropy [S] with the labels; replace the logits by its gradient.
 
         The gradient is q - onehot(label), where q is the softmax. The label's entry is computed as
-        expm1(log q), because q - 1 in bf16 is 0 where q is close to 1.
+        expm1(log q), because q - 1 in bf16 is 0 if q is close to 1.
         """
         log_q_SV = self._log_softmax(logits_SV)
         label_log_q_S1 = log_q_SV.gather(1, labels_S1)

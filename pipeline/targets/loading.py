@@ -84,8 +84,8 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
             f"{spec.model} is {quantization_format(config)}, which transformers cannot read here:"
             f" {one_line(error)}.",
             where,
-            "Install what it names (the packages of GPTQ and AWQ do not go with vLLM's torch), run"
-            " where a GPU is, or leave native out of check.engines.",
+            "Install the package that it names (those of GPTQ and AWQ conflict with vLLM's torch),"
+            " run on a GPU, or leave native out of check.engines.",
         ) from error
 
 

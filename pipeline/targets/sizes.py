@@ -44,7 +44,7 @@ def parameter_counts(spec: TargetSpec, config: PretrainedConfig) -> TargetSizes 
         stored_bits = 4 if is_four_bits else 8
         del config.quantization_config
     try:
-        with torch.device("meta"):  # where parameters have shapes and take no memory
+        with torch.device("meta"):  # parameters have shapes and take no memory
             model = AutoModelForCausalLM.from_config(
                 config, trust_remote_code=spec.trust_remote_code
             )

@@ -192,7 +192,7 @@ def _measure(running: RunningEngine, task: DecodeTask, report: Report) -> VLLMTe
         limit = min(WARM_UP_TOKENS, request.max_new_tokens)
         warm_ups.append(replace(request, max_new_tokens=limit))
     _generate(running, [warm_ups], eos, partial(report, part=f"{part} warms up"))
-    answers = []
+    answers: list[list[list[int]]] = []
     seconds: list[float] = []
     seconds_in_turn = []
     end = time.perf_counter() + ENOUGH_SECONDS

@@ -12,7 +12,7 @@ rows within each group. Placed end to end, the rows form a line of positions, wh
 - the positions of any (epoch, step) are computed directly, without reading the steps before;
 - a batch is the same for any number of workers; each worker reads a contiguous, equal share.
 
-Limits: large row groups are shuffled less finely; a row group that lies in two lanes is read twice.
+Limits: large row groups are shuffled less finely; a row group in two lanes is read twice.
 
 A pool of threads reads row groups in the order in which the plan needs them; one more thread
 assembles batches.
@@ -90,7 +90,7 @@ class EpochPlan:
         if limit is not None:
             self.num_positions = min(self.num_positions, limit)
         self.num_steps = -(-self.num_positions // batch_tokens)
-        # Fewer lanes where positions are so few that a lane could not give one to every step.
+        # Fewer lanes if there are too few positions for every lane to give one to each step.
         num_lanes = min(LANES, self.num_positions // max(1, self.num_steps))
         self._lanes = [
             split_range(0, self.num_positions, lane, num_lanes) for lane in range(num_lanes)

@@ -127,7 +127,7 @@ class HeadsAndBackbone(Method):
     tunes_backbone = True
     sections = ("backbone",)
     advice = (
-        "Where both were measured, medusa-2 accepted hardly more than medusa-1 after as many passes"
+        "In our measurements medusa-2 accepted hardly more than medusa-1 after equally many passes"
         " over the same text, and trained several times as long (docs/which-heads.md). Try"
         " train.method: medusa-1 first."
     )
@@ -162,10 +162,10 @@ class HeadsAndBackbone(Method):
         settings = config.train.backbone
         if (config.placement.train.gpus_per_worker or 0) > 1:
             raise ConfigError(
-                "Medusa-2 computes on one GPU per worker; more would stand idle.",
+                "Medusa-2 computes on one GPU per worker and would leave the others unused.",
                 "placement.train.gpus_per_worker",
-                "Set it to 1 and raise placement.train.workers; where the target does not fit on"
-                " one GPU, train.backbone.shard: true splits it over the workers.",
+                "Set it to 1 and raise placement.train.workers. If the target does not fit on one"
+                " GPU, train.backbone.shard: true splits it over the workers.",
             )
         bits = settings.quantization_beside(config.target.quantization)
         if settings.shard and bits:

@@ -110,7 +110,7 @@ class MetricsLog:
             reason = " ".join(str(error).split())[:200]
             warning = f"{name} was dropped and lacks points: {type(error).__name__}: {reason}"
             self._warnings.append(warning)
-            log.warning("%s. Training goes on.", warning)
+            log.warning("%s. Training continues.", warning)
 
 
 class TensorBoard:

@@ -144,7 +144,7 @@ class TextBatch(NamedTuple):
         positions_BT: Position ids, from 0 in each conversation.
         learned_N: The learned positions, as indices into the flattened [B · T].
         next_N: The token after each learned position.
-        labels_KN: Each head's labels, -100 where there is none.
+        labels_KN: Each head's labels; -100 without a label.
         teacher_KN: Which of the N positions has the state that predicts each label; -1 without a
             label, or if that position is cut off.
     """
