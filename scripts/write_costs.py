@@ -85,7 +85,13 @@ class Costs:
         self.trained = next(stage.gradients for stage in memory if stage.name == "train") / FP32
         self.memory = {stage.name: stage for stage in memory}
         size = RunSize(
-            self.conversations, 1, self.states, 0, 0, False, self.positions, (self.recipe,)
+            conversations=self.conversations,
+            samples=1,
+            tokens=self.states,
+            bytes_per_position=0,
+            written=False,
+            positions=self.positions,
+            recipes=(self.recipe,),
         )
         rates = Rates.of_gpu(GPUS[machine.gpu], machine.gigabytes * 1e9)
         sections = self.run.config.placement.of_stages()
