@@ -88,8 +88,9 @@ class Costs:
             conversations=self.conversations,
             samples=1,
             tokens=self.states,
+            tokens_per_sample=0,
             bytes_per_position=0,
-            written=False,
+            bound="at most",
             positions=self.positions,
             recipes=(self.recipe,),
         )

@@ -14,20 +14,6 @@ from tests.flows.tiny import latest, run_again, stages_run
 pytest_plugins = ["tests.flows.failing"]
 
 
-@pytest.mark.parametrize("stage", ["generate", "features", "train"])
-def test_a_gpu_that_is_not_there(intact, run_fails, monkeypatch, stage):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    changed = {
-        "generate": "generate.temperature=0.6",
-        "features": "features.precision=fp8",
-        "train": "train.lr=0.5",
-    }
-    said = run_fails(4, f"placement.{stage}.gpus_per_worker=1", changed[stage])
-    assert "GPU" in said and f"placement.{stage}" in said
-
-
 def test_a_result_that_needs_another_machine_is_kept(
     copied_run, make_config, tmp_path, monkeypatch
 ):

@@ -16,7 +16,7 @@ from pipeline.errors import ConfigError
 from pipeline.report.plots import draw_plots
 from pipeline.report.report import Report
 from pipeline.run.reporting import drawing_data
-from tests.flows.tiny import latest, run_again, stages_run, token_rows, write_lines
+from tests.flows.tiny import latest, run_again, stages_run, token_rows
 
 CHANGES = {
     "medusa": ({}, "medusa_choices.json"),
@@ -92,19 +92,3 @@ def test_the_size_is_chosen_by_what_dynamic_trees_cost(
 def test_a_tree_of_one_s_own_does_not_grow(make_config, tmp_path):
     with pytest.raises(ConfigError, match=r"leave calibrate\.choices out"):
         make_config(tmp_path, calibrate__tree="dynamic", calibrate__choices=[[0]])
-
-
-def test_a_file_of_its_own_judges_a_dynamic_tree_too(copied_run, again, tmp_path):
-    questions = [f"why {word}?" for word in ("moon", "stone", "cat", "dog")]
-    file = write_lines(tmp_path / "questions.jsonl", *({"turns": [each]} for each in questions))
-    run = again(until="export", calibrate__tree="dynamic", calibrate__data=file)
-    assert latest(run, "calibrate").summary["tree"]["text"] == "calibrate.data"
-    export, stored = (
-        load_export(run.path / "latest/export", gpus=0),
-        latest(run, "calibrate").path / "tree.json",
-    )
-    decoded = [
-        export.decoder.generate(export.target.prompt(question), 16) for question in questions
-    ]
-    expected = json.loads(stored.read_text())["expected_acceleration_rate"]
-    assert acceleration_rate(decoded) == pytest.approx(expected, abs=1e-9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,24 +34,6 @@ for without_configuration in (chat.chat, serve.serve, check.check, push.push):
     app.command()(with_options_in_errors(without_configuration))
 
 COMMITTING = {"run", "push"}  # their results stay after an interrupt, and they can continue
-GONE = {
-    "archive": (
-        "Copy the run directory with rclone, `aws s3 sync` or rsync, then `medusa-distill verify`"
-        " the copy."
-    ),
-    "restore": "Copy the run directory back with the same tool, then `medusa-distill verify` it.",
-}
-
-
-def _refuse_removed_command(context: typer.Context) -> None:
-    """Raise ConfigError for a removed command, with its replacement."""
-    name = str(context.info_name)
-    raise ConfigError(f"There is no command '{name}' any more.", name, GONE[name])
-
-
-for gone in GONE:
-    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command(gone, hidden=True, context_settings=anything)(_refuse_removed_command)
 
 
 @app.callback()
@@ -64,25 +45,10 @@ def options(
         bool,
         typer.Option("--verbose", help="Also print packages and hardware.", is_eager=True),
     ] = False,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--run",
-            exists=True,
-            file_okay=False,
-            resolve_path=True,
-            help="Also print a run's fingerprints.",
-            is_eager=True,
-        ),
-    ] = None,
 ) -> None:
     """Train, check and publish draft heads for a chat model, by self-distillation."""
-    if verbose or run_dir:
-        raise ConfigError(
-            "--verbose and --run belong to --version.",
-            "command line",
-            "Write medusa-distill --version --verbose.",
-        )
+    if verbose:
+        raise ConfigError("--verbose belongs to --version.", "command line", "Add --version.")
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ from typer import Argument, Context, Option
 
 from pipeline.cli.arguments import Gpus, TargetSettings
 from pipeline.config.load import target_settings
-from pipeline.errors import ConfigError
 from pipeline.storage.run_directory import export_of
 
 
@@ -60,14 +59,6 @@ def chat(
     from pipeline.decoding.acceptance import acceptance_rule
     from pipeline.export.layout import target_of
 
-    try:
-        (system or "").encode()
-    except UnicodeEncodeError:
-        raise ConfigError(
-            "The system message is not UTF-8.",
-            "--system",
-            "Type it in a terminal whose encoding is UTF-8.",
-        ) from None
     if plain:
         target = load_target(base_model or target_of(export_of(source)), gpus=gpus, **given)
         decoder = target.decoder()

@@ -53,7 +53,7 @@ def inspect(
         raise DataError(
             f"{stage} is not finished, or its DONE.json cannot be read.",
             directory.path,
-            "The same `run` finishes or makes it anew.",
+            "Run again to finish or rebuild it.",
         )
 
 

@@ -1,6 +1,6 @@
 """The output of `medusa-distill plan`.
 
-It shows the state of each stage, tokens and disk space, training steps, workers, hours, memory, and
+It shows the state of each stage, tokens and disk space, training steps, workers, hours, memory and
 the batches that pay.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,7 +15,6 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from pipeline.cli.plan_times import newest_result, time_lines
-from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
 from pipeline.evaluation.batch_limits import (
     gpu_figures,
@@ -47,6 +45,7 @@ from pipeline.stages.seeds import require_enough_rows
 from pipeline.storage.atomic import free_disk, require_free_disk
 from pipeline.storage.receipts import Summary
 from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.sizes import TargetSizes
 from pipeline.targets.spec import cached_numbers
 from pipeline.training.checkpoints import KEPT
@@ -73,8 +72,9 @@ def print_plan(run: ResolvedRun) -> None:
     statuses = stage_statuses(directory, run, STAGES)
     elsewhere = on_planned_gpus(run)
     seeds = statuses["seeds"].finished or count_seed_rows(run.config)
-    size = run_size(elsewhere, seeds, statuses["generate"].finished)
-    expected = None if size.written else _expected_size(elsewhere, seeds, directory.store)
+    generated = statuses["generate"].finished
+    earlier = newest_result(directory.store, "generate")
+    size = run_size(elsewhere, seeds, generated, earlier.summary if earlier else None)
     unfinished = [name for name, state in statuses.items() if state.status != "done"]
     if unfinished:
         try:
@@ -85,16 +85,13 @@ def print_plan(run: ResolvedRun) -> None:
     _print_stages(console, statuses)
     _print_lines(console, notes)
     _print_lines(console, _seed_lines(seeds))
-    _print_lines(console, _size_lines(size, expected, statuses["features"], directory.store))
+    _print_lines(console, _size_lines(size, earlier, statuses["features"], directory.store))
     if statuses["seeds"].finished is None and size.conversations is not None:
         require_enough_rows(size.conversations, run.config.seeds.holdout, "seeds.sources")
-    likely = expected.size if expected else size
-    is_bound = not (expected or size.written)
-    _print_lines(console, _training_lines(likely, run.config.train, is_bound=is_bound))
+    _print_lines(console, _training_lines(size))
     _print_lines(console, _worker_lines(run, unfinished))
     target = target_sizes(elsewhere)
-    times = time_lines(elsewhere, likely, target, directory.store, unfinished, is_bound=is_bound)
-    _print_lines(console, times)
+    _print_lines(console, time_lines(elsewhere, size, target, directory.store, unfinished))
     if target is not None:
         memory = memory_of_stages(elsewhere, target, size.positions)
         _print_memory(console, memory)
@@ -126,32 +123,6 @@ def _print_stages(console: Console, statuses: Mapping[str, StageStatus]) -> None
     print_grid(console, ("stage", "what", "shards", "why"), rows)
 
 
-@dataclass(frozen=True)
-class ExpectedSize:
-    """The size of a run whose conversations are as long as those of an earlier run."""
-
-    size: RunSize
-    tokens_per_conversation: int
-    source: str  # the earlier run's result of generate
-
-
-def _expected_size(run: ResolvedRun, seeds: Summary | None, store: Path) -> ExpectedSize | None:
-    """Return the size to expect from the newest conversations in a run's store, or None.
-
-    Their average number of tokens is assumed, at most what the settings allow.
-    """
-    newest = newest_result(store, "generate")
-    if newest is None or not newest.summary.get("rows"):
-        return None
-    generate = run.config.generate
-    average = round(newest.summary["tokens"] / newest.summary["rows"])
-    average = max(1, min(average, generate.rounds * generate.max_new_tokens))
-    one_answer = generate.model_copy(update={"rounds": 1, "max_new_tokens": average})
-    config = run.config.model_copy(update={"generate": one_answer})
-    size = run_size(replace(run, config=config), seeds, None)
-    return ExpectedSize(size, average, newest.path.name)
-
-
 def _seed_lines(seeds: Summary | None) -> Iterator[str]:
     """Yield lines of `plan` on what the seeds stage does not read, and the rows that it drops."""
     for warning in (seeds or {}).get("warnings", ()):
@@ -163,7 +134,7 @@ def _seed_lines(seeds: Summary | None) -> Iterator[str]:
 
 
 def _size_lines(
-    size: RunSize, expected: ExpectedSize | None, features: StageStatus, store: Path
+    size: RunSize, earlier: StageDirectory | None, features: StageStatus, store: Path
 ) -> Iterator[str]:
     """Yield lines of `plan` on conversations, tokens and disk space; warn if space is short."""
     if size.bytes_per_position is None:
@@ -172,21 +143,17 @@ def _size_lines(
         need = f"{size.bytes_per_position:,} bytes of states per token"
     else:
         need = "no states to cache"
-    if size.conversations is None or size.tokens is None:
+    if size.tokens is None:
         work = "An unknown number of conversations (data sets on the Hub have no limit)"
     else:
-        bound = "" if size.written else "at most "
         work = f"{size.conversations:,} conversations"
         if size.samples > 1:
             work += f", {size.samples} answers to each training prompt"
-        work += f", {bound}{size.tokens:,} tokens"
-        if expected:
-            work += (
-                f" and about {expected.size.tokens:,} expected"
-                f" ({expected.tokens_per_conversation:,} each, as in {expected.source})"
-            )
-        elif bound:
-            work += " (a bound: every answer as long as allowed)"
+        work += f", {size.bound} {size.tokens:,} tokens".replace("  ", " ")
+        if size.bound == "at most":
+            work += " (every answer as long as allowed)"
+        elif size.bound and earlier:
+            work += f" ({size.tokens_per_sample:,} each, as in {earlier.path.name})"
         if size.disk_bytes is not None:
             need += f", {decimal(size.disk_bytes)}"
     cached = 0
@@ -199,30 +166,11 @@ def _size_lines(
         yield "! This does not fit on the disk: name a larger run.store, or set limits."
 
 
-def _training_lines(size: RunSize, train: TrainConfig, *, is_bound: bool) -> Iterator[str]:
-    """Yield lines of `plan` on the optimizer steps of training; warn if they are too few.
-
-    Args:
-        is_bound: Whether `size` is that of the longest answers. They take the most steps, unless
-            the batch or the epochs are `auto`.
-    """
+def _training_lines(size: RunSize) -> Iterator[str]:
+    """Yield lines of `plan` on the optimizer steps of training; warn if they are too few."""
     for recipe in size.recipes:
-        batch = train.batch_tokens
-        if recipe.batch_sequences is not None:
-            batch = train.backbone.batch_sequences
-        steps = f"{recipe.total_steps:,} step"
-        if recipe.total_steps != 1:
-            steps += "s"
-        if not is_bound:
-            steps = f"about {steps}"
-        elif "auto" in (batch, train.epochs):
-            steps += " with that many tokens"
-        else:
-            steps = f"at most {steps}"
-        line = f"Training: {steps}: {recipe.describe()}."
-        if batch == "auto" and not size.written:
-            line += " The batch follows the positions: fewer tokens have smaller batches."
-        yield line
+        steps = f"{size.bound or 'about'} {recipe.total_steps:,} steps"
+        yield f"Training: {steps}: {recipe.describe()}."
     too_few = too_few_steps(size.recipes) if size.recipes else None
     if too_few:
         yield f"! {too_few}"

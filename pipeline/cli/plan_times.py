@@ -4,13 +4,13 @@ arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.formatting import duration, rate
 from pipeline.run.estimate import RunSize
-from pipeline.run.hours import Hours, Rates, rates_of_sections
+from pipeline.run.hours import Hours, rates_of_sections
 from pipeline.run.resolved import SECTIONS, ResolvedRun
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.sizes import TargetSizes
@@ -22,29 +22,17 @@ DRAFT_VOCAB = 32_000  # that is advised: Llama 2's whole vocabulary
 MUCH_LESS = 0.8  # of the time of training
 
 
-@dataclass(frozen=True)
-class StageTime:
-    """The seconds that a stage is expected to take."""
-
-    stage: str
-    seconds: float
-    source: str  # as `plan` prints it
-
-
 def time_lines(
     run: ResolvedRun,
     size: RunSize,
     target: TargetSizes | None,
     store: Path,
     unfinished: Sequence[str],
-    *,
-    is_bound: bool,
 ) -> Iterator[str]:
     """Yield lines of `plan` on the time of unfinished stages; warn if it is more than a day.
 
     Args:
         target: The sizes of the target; None if they are not known.
-        is_bound: Whether `size` is that of the longest answers.
     """
     if not unfinished:
         return
@@ -53,16 +41,25 @@ def time_lines(
         return
     rates = rates_of_sections(run, target) if target else None
     hours = Hours(run, size, target, rates) if target and rates else None
-    times = list(_times(run, size, hours, store, unfinished))
-    bound = "up to about" if is_bound else "about"
-    for each in times:
-        yield f"{each.stage}: {bound} {duration(each.seconds)}, {each.source}."
-    total = sum(each.seconds for each in times)
-    if hours is not None and rates is not None:
-        shown = _shown(rates["train"])
+    arithmetic = hours.stages() if hours else {}
+    bound = "up to about" if size.bound == "at most" else "about"
+    times = {}
+    for stage in unfinished:
+        measured = _measured(run, size, store, stage)
+        if measured is not None:
+            times[stage], source = measured
+        elif stage in arithmetic:
+            times[stage], source = arithmetic[stage], "by arithmetic"
+        else:
+            continue
+        yield f"{stage}: {bound} {duration(times[stage])}, {source}."
+    total = sum(times.values())
+    if hours is not None:
+        speed = hours.rates["train"]
         yield (
-            f"Together {bound} {duration(total)}. By arithmetic (training at {shown}) a time is"
-            " right within a factor of two; downloads and studies are not in it."
+            f"Together {bound} {duration(total)}. By arithmetic (training at"
+            f" {speed.operations / 1e12:,.2g} TFLOP/s and {speed.num_bytes / 1e9:,.2g} GB/s) a time"
+            " is right within a factor of two; downloads and studies are not in it."
         )
     elif target is not None:
         yield (
@@ -80,72 +77,51 @@ def newest_result(store: Path, stage: str) -> StageDirectory | None:
     return StageDirectory.at(done[-1].parent) if done else None
 
 
-def _times(
-    run: ResolvedRun, size: RunSize, hours: Hours | None, store: Path, unfinished: Sequence[str]
-) -> Iterator[StageTime]:
-    """Yield the time of each unfinished stage that has a measured rate, or else arithmetic."""
-    arithmetic = hours.stages() if hours else {}
-    for stage in unfinished:
-        measured = _measured(run, size, store, stage)
-        if measured is not None:
-            yield measured
-        elif stage in arithmetic:
-            yield StageTime(stage, arithmetic[stage], "by arithmetic")
+def _measured(run: ResolvedRun, size: RunSize, store: Path, stage: str) -> tuple[float, str] | None:
+    """Return a stage's seconds at the rate of its newest result in the store, and the source.
 
-
-def _measured(run: ResolvedRun, size: RunSize, store: Path, stage: str) -> StageTime | None:
-    """Return the time of a stage at the rate of its newest result in the store, or None."""
+    The result is None if there is no rate.
+    """
     newest = newest_result(store, stage) if stage in TIMED_STAGES else None
-    if newest is None or size.tokens is None:
-        return None
-    summary = newest.summary
-    if not summary.get("tokens_per_second") or not summary.get("tokens"):
+    summary = newest.summary if newest else {}
+    if newest is None or not summary.get("tokens_per_second") or not summary.get("tokens"):
         return None
     speed = summary["tokens_per_second"] * summary[TIMED_STAGES[stage]] / summary["tokens"]
     if stage == "train":  # its rate is that of all workers
         work = sum(recipe.total_steps * recipe.batch_tokens for recipe in size.recipes)
         seconds = work / speed
     else:
-        seconds = size.tokens / (speed * run.workers_of(stage))
-    return StageTime(stage, seconds, f"at the {rate(speed)} tokens/s of {newest.path.name}")
-
-
-def _shown(rates: Rates) -> str:
-    """Return the rates of a device as `plan` prints them."""
-    return f"{rates.operations / 1e12:,.2g} TFLOP/s and {rates.num_bytes / 1e9:,.2g} GB/s"
+        seconds = (size.tokens or 0) / (speed * run.workers_of(stage))
+    return seconds, f"at the {rate(speed)} tokens/s of {newest.path.name}"
 
 
 def _what_helps(
-    run: ResolvedRun, size: RunSize, hours: Hours | None, times: Sequence[StageTime]
+    run: ResolvedRun, size: RunSize, hours: Hours | None, times: Mapping[str, float]
 ) -> list[str]:
     """Return what makes a run shorter: a GPU, settings of training, fewer conversations."""
-    longest = max(times, key=lambda each: each.seconds)
+    longest = max(times, key=times.__getitem__)
     helps = []
-    if not run.gpus_of(SECTIONS.get(longest.stage, "generate")):
+    if not run.gpus_of(SECTIONS.get(longest, "generate")):
         helps.append("a GPU")
-    if hours is not None and longest.stage == "train":
-        before = hours.training()
-        for setting, seconds in sorted(_shorter_trainings(hours).items(), key=lambda each: each[1]):
-            if seconds < MUCH_LESS * before:
-                helps.append(f"{setting} (train: {duration(longest.seconds * seconds / before)})")
-    fewer = int((size.conversations or 0) * DAY / sum(each.seconds for each in times))
-    helps.append(f"a limit in seeds.sources ({fewer:,} conversations take a day)")
-    return helps
+    if hours is not None and longest == "train":
+        helps += _shorter_trainings(hours)
+    fewer = int((size.conversations or 0) * DAY / sum(times.values()))
+    return [*helps, f"a limit in seeds.sources ({fewer:,} conversations take a day)"]
 
 
-def _shorter_trainings(hours: Hours) -> dict[str, float]:
-    """Return the seconds of training with settings that may make it shorter, by setting."""
+def _shorter_trainings(hours: Hours) -> Iterator[str]:
+    """Yield the settings that make training much shorter, each with the time that it then takes."""
     run, train = hours.run, hours.run.config.train
     hidden_size, vocab_size = run.shape.hidden_size, run.shape.vocab_size
     smaller = train.recurrent.model_copy(update={"intermediate_size": hidden_size})
-    changes: dict[str, dict[str, object]] = {}
-    changes[f"train.recurrent.intermediate_size={hidden_size}"] = {"recurrent": smaller}
-    if vocab_size > DRAFT_VOCAB:
-        changes[f"train.draft_vocab={DRAFT_VOCAB}"] = {"draft_vocab": DRAFT_VOCAB}
-    found = {}
+    changes: dict[str, dict[str, object]] = {
+        f"train.draft_vocab={DRAFT_VOCAB}": {"draft_vocab": min(DRAFT_VOCAB, vocab_size)},
+        f"train.recurrent.intermediate_size={hidden_size}": {"recurrent": smaller},
+    }
     for setting, change in changes.items():
         changed = train.model_copy(update=change)
         config = run.config.model_copy(update={"train": changed})
         shape = run.kind.shape_of(changed, hidden_size, vocab_size)
-        found[setting] = replace(hours, run=replace(run, config=config, shape=shape)).training()
-    return found
+        seconds = replace(hours, run=replace(run, config=config, shape=shape)).training()
+        if seconds < MUCH_LESS * hours.training():
+            yield f"{setting} (train: {duration(seconds)})"

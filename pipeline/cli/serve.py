@@ -120,7 +120,7 @@ def server_arguments(
 
     Raises:
         ConfigError: vLLM cannot serve these heads, or not the target with these settings, or the
-            heads cannot draft so many tokens.
+            heads cannot draft that many tokens.
         DataError: The source is not an export.
     """
     import torch  # --help does not wait for it
@@ -134,7 +134,9 @@ def server_arguments(
     export = export_of(source)
     layout = read_layout(export)
     if plain and draft_tokens:
-        raise ConfigError("Plain serving drafts nothing.", "--draft-tokens", "Leave one out.")
+        raise ConfigError(
+            "--draft-tokens has no effect with --plain.", "--draft-tokens", "Leave one out."
+        )
     target = base_model or target_of(export)
     gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
     settings = given if run is None else {**_settings_of_run(run, target), **given}

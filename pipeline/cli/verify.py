@@ -20,7 +20,7 @@ def verify(
         raise ConfigError(
             "This run has no stage to verify.",
             run.path / "latest",
-            "The same `run` links again the stages that lie there, and makes the others.",
+            "Run again: finished stages are relinked, the rest is built.",
         )
     damaged = []
     for link in run.links():
@@ -38,6 +38,6 @@ def verify(
         raise CheckFailed(
             f"Damaged: {'; '.join(damaged)}.",
             run.path,
-            "Delete these files and run the same configuration again: they are made anew, a log by"
-            " --fresh STAGE.",
+            "Delete these files and run the same configuration again to rebuild them; a log is"
+            " rebuilt by --fresh STAGE.",
         )

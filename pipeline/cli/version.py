@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import version
-from pathlib import Path
 
 from typer import Context, Exit
 
@@ -17,15 +16,13 @@ PACKAGE = "medusa-distill"
 def print_version(context: Context, asked: bool) -> None:
     """Print the version and exit, for the option `--version`.
 
-    With `--verbose`, also print the environment, and with `--run` a run's fingerprints.
+    With `--verbose`, also print the environment.
     """
     if not asked:
         return
     print(PACKAGE, version(PACKAGE))
     if context.params["verbose"]:
         _print_environment()
-    if context.params["run_dir"]:
-        _print_fingerprints(context.params["run_dir"])
     raise Exit
 
 
@@ -39,15 +36,3 @@ def _print_environment() -> None:
     print("platform:", platform.platform())
     for name, value in hardware().items():
         print(f"{name}: {value}")
-
-
-def _print_fingerprints(run_dir: Path) -> None:
-    """Print the names of a run's stage directories, which end with their fingerprints.
-
-    run.yaml is not read, since it may be what the problem is.
-    """
-    from pipeline.storage.run_directory import RunDirectory
-
-    print("run", run_dir.name)
-    for stage in RunDirectory(run_dir).stages().values():
-        print(stage.path.name)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import mode
@@ -44,6 +43,7 @@ PATH_OR_NAME_KEYS = {
 }
 # Parts of an error's location that pydantic adds for the members of a union, and for dict keys.
 ALTERNATIVES = ("int", "float", "string", "path", "tuple", "[key]")
+PREFIXES = ("constrained-", "literal[", "tuple[")  # of such parts
 
 
 def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -131,7 +131,7 @@ def target_settings(words: Iterable[str], options: Container[str] = ()) -> Plain
             fix = "Write target.KEY=VALUE; the model and all else have options (see --help)."
             if name in options:
                 fix = f"Use --{name.replace('_', '-')} {value}."
-            raise ConfigError(f"'{word}' is not read by this command.", "command line", fix)
+            raise ConfigError(f"This command does not accept '{word}'.", "command line", fix)
     found = settings["target"]
     try:
         TargetConfig.model_validate({"model": "any"} | found)
@@ -238,9 +238,9 @@ def _override(settings: PlainData, word: str) -> str:
         node = node[name]
         if not isinstance(node, dict):
             raise ConfigError(
-                f"{key} reaches into a value that has no keys.",
+                f"A part of {key} is a value, not a section.",
                 where,
-                "Set the whole section's key instead.",
+                "Set a key of a section.",
             )
     node[names[-1]] = _resolved(names, value, Path.cwd())
     return key
@@ -305,7 +305,7 @@ def problems(errors: Sequence[Any]) -> list[str]:
     for error in errors:
         parts = []
         for part in map(str, error["loc"]):
-            if part not in ALTERNATIVES and not part.startswith(("constrained-", "literal[")):
+            if part not in ALTERNATIVES and not part.startswith(PREFIXES):
                 parts.append(part)
         by_key.setdefault(".".join(parts), []).append(error)
     return [_problem(key, found) for key, found in by_key.items()]
@@ -348,22 +348,10 @@ def _problem(key: str, errors: list[Any]) -> str:
 def nearest_key(wrong: str) -> str | None:
     """Return the configuration key that is most similar to an unknown one; None if none is similar.
 
-    A nearly equal key comes first. For an unknown key with a dot, a key with the same last part or
-    with all its words follows. A less similar key comes last.
+    A key in another section with the same last part comes first.
     """
     keys = [*Config.model_fields, *(key.replace("[]", "") for key, _ in key_rows(Config))]
-    alike = []
-    for key in keys:
-        has_same_name = key.split(".")[-1] == wrong.split(".")[-1]
-        if "." in wrong and (has_same_name or _words(wrong) <= _words(key)):
-            alike.append(key)
-    for candidates, cutoff in ((keys, 0.9), (alike, 0.0), (keys, 0.7)):
-        near = difflib.get_close_matches(wrong, candidates, n=1, cutoff=cutoff)
-        if near:
-            return near[0]
-    return None
-
-
-def _words(key: str) -> set[str]:
-    """Split a configuration key into words, at dots and underscores."""
-    return set(re.split("[._]", key))
+    name = wrong.rpartition(".")[2]
+    moved = [key for key in keys if "." in wrong and key.endswith(f".{name}")]
+    near = difflib.get_close_matches(wrong, moved or keys, n=1, cutoff=0.0 if moved else 0.7)
+    return near[0] if near else None

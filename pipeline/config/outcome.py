@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from pipeline.config.running import Section
 
@@ -28,13 +28,7 @@ class LatencyLimits(Section):
     )
 
 
-def _are_paths(value: Any) -> bool:
-    """Return whether a setting's value is a non-empty list of tree paths."""
-    if not isinstance(value, list | tuple) or not value:
-        return False
-    return all(
-        isinstance(path, list | tuple) and all(type(rank) is int for rank in path) for path in value
-    )
+Paths = Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)]
 
 
 class CalibrateConfig(Section):
@@ -69,7 +63,7 @@ class CalibrateConfig(Section):
             " nodes per depth."
         ),
     )
-    choices: tuple[tuple[int, ...], ...] | Path | None = Field(
+    choices: Paths | Path | None = Field(
         None,
         description=(
             "Tree to use instead of a searched one: a list of paths such as [[0], [0, 0], [1]], or"
@@ -102,14 +96,6 @@ class CalibrateConfig(Section):
             )
         return self
 
-    @field_validator("choices", mode="before")
-    @classmethod
-    def is_a_tree(cls, value: Any) -> Any:
-        """Refuse `calibrate.choices` other than tree paths, a file or None."""
-        if not isinstance(value, str | Path | None) and not _are_paths(value):
-            raise ValueError("give a list of paths such as [[0], [0, 0], [1]], or a file with one")
-        return value
-
 
 class ExportConfig(Section):
     """Settings of the export stage."""
@@ -126,19 +112,11 @@ class ExportConfig(Section):
         min_length=1,
     )
 
-    @field_validator("formats")
-    @classmethod
-    def names_each_once(cls, value: tuple[FormatName, ...]) -> tuple[FormatName, ...]:
-        """Refuse `export.formats` with a repeated format."""
-        if len(set(value)) < len(value):
-            raise ValueError("name each format once")
-        return value
-
 
 class CheckConfig(Section):
     """Settings of the check stage: prompts, engines, acceptance rule, studies and limits."""
 
-    prompts: int | Path = Field(
+    prompts: PositiveInt | Path = Field(
         32,
         description=(
             "Number of held-out conversations, with one answer each, drawn from every source and"
@@ -258,15 +236,6 @@ class CheckConfig(Section):
         le=1,
     )
 
-    @field_validator("prompts", mode="before")
-    @classmethod
-    def asks_something(cls, value: Any) -> Any:
-        """Refuse `check.prompts` unless it is a file or a number of at least 1."""
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        if not isinstance(value, str | Path) and not (is_number and value >= 1):
-            raise ValueError("ask at least one held-out row, or name a file of questions")
-        return value
-
     @model_validator(mode="after")
     def load_is_put_on_an_engine(self) -> CheckConfig:
         """Refuse the study `load` in `check.studies` without vLLM in `check.engines`."""
@@ -293,7 +262,7 @@ class ReportConfig(Section):
         True,
         description=(
             "Show two answers of the check in report.html, with the last 200 characters of their"
-            " prompts; false where these are private. report.md, report.json and model cards never"
+            " prompts; false if these are private. report.md, report.json and model cards never"
             " have text of the data."
         ),
     )

@@ -102,8 +102,8 @@ class PlacementConfig(Section):
         None,
         description=(
             "Peak TFLOP/s of each GPU in the target's dtype, without sparsity (989.5 for an H100),"
-            " to compute when batches stop paying; where this machine has no GPU, together with"
-            " gpu_memory_gb. Default: that of its data sheet, for common GPUs."
+            " to estimate times and when batches stop paying; for GPUs that this machine does not"
+            " have, give gpu_memory_gb too. Default: that of its data sheet, for common GPUs."
         ),
     )
     gpu_bandwidth_gbs: PositiveFloat | None = Field(
@@ -126,7 +126,7 @@ class PlacementConfig(Section):
 
 
 class LimitsConfig(Section):
-    """Settings of `limits`: quarantined rows, free disk space, failures, and time per shard."""
+    """Settings of `limits`: quarantined rows and free disk space."""
 
     max_quarantine_fraction: float = Field(
         0.2,

@@ -41,7 +41,6 @@ class InlineExecutor:
         arguments: dict[str, object],
         tasks: deque[ShardTask],
         placement: Placement,
-        seconds_per_task: float,
         progress: ShardProgress | None = None,
     ) -> Iterator[Outcome]:
         """Run shard tasks on one worker, `worker(**arguments)`, and yield their outcomes in order.
@@ -50,7 +49,6 @@ class InlineExecutor:
             tasks: A queue, which is emptied. The caller may append tasks while it iterates, for
                 example to retry one.
             placement: Ignored.
-            seconds_per_task: Ignored; only Ray's workers have a time limit.
             progress: Passed to the worker's constructor as `progress`, unless it is None.
         """
         lazy = LazyWorker(worker, with_progress(arguments, progress))

@@ -6,10 +6,8 @@ import contextlib
 import functools
 import os
 import platform
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,7 +29,6 @@ PACKAGES = (
     "medusa-distill",
 )
 MEASURED_SECONDS = 0.2  # for each rate
-FEWEST_CALLS = 3
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in a submitted job's entry point
 
 
@@ -52,8 +49,7 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
     size = 4096 if device.type == "cuda" else 512
     left = torch.ones(size, size, device=device, dtype=dtype)
-    out = torch.empty_like(left)
-    return 2 * size**3 / _fastest(device, lambda: torch.mm(left, left, out=out))
+    return 2 * size**3 / _seconds("left @ left", left=left)
 
 
 @functools.cache
@@ -63,22 +59,16 @@ def copy_rate(device: torch.device) -> float:
 
     source = torch.ones(32 << 20, device=device, dtype=torch.uint8)
     copy = torch.empty_like(source)
-    return 2 * source.numel() / _fastest(device, lambda: copy.copy_(source))
+    return 2 * source.numel() / _seconds("copy.copy_(source)", copy=copy, source=source)
 
 
-def _fastest(device: torch.device, call: Callable[[], object]) -> float:
-    """Return the least seconds of a call on a device, of as many as `MEASURED_SECONDS` allow."""
-    import torch
+def _seconds(statement: str, **names: object) -> float:
+    """Measure the least seconds of a statement; `names` are the variables that it uses."""
+    from torch import get_num_threads
+    from torch.utils.benchmark import Timer
 
-    seconds: list[float] = []
-    ends = perf_counter() + MEASURED_SECONDS
-    while len(seconds) < FEWEST_CALLS or perf_counter() < ends:
-        started = perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(perf_counter() - started)
-    return min(seconds)
+    timer = Timer(statement, globals=names, num_threads=get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=MEASURED_SECONDS).times)
 
 
 def physical_memory() -> int:

@@ -9,6 +9,7 @@ another process writes a `ProgressFile`, which the waiting process reads in `pol
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import progress as bars
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.markup import escape
 
 from pipeline.formatting import duration, rate, visible
@@ -27,7 +28,6 @@ from pipeline.storage.shards import ShardTask
 
 STAGE_WIDTH = len("tuned-features")  # characters of the column with stage names
 SECONDS_BETWEEN_LINES = 15.0
-SECONDS_BEFORE_ESTIMATE = 2.0  # of a part; before, no time left is shown
 SUFFIX = ".progress.tmp"  # of a progress file's name, one file per running shard
 NOWHERE = Path(os.devnull, "none")  # no such folder: ProgressFile ignores the failed writes
 
@@ -151,23 +151,18 @@ class ShardProgress:
         return ShardProgress, (self.folder,)
 
     def begin(self, task: ShardTask) -> None:
-        """Set the progress of a shard on a worker to zero.
-
-        Attempts at some of its rows, which look for a crashing row, are not counted.
-        """
-        if task.rows is None:
-            self._done[task.index] = Counter()
-            self._report(task.index, at_once=True)
+        """Set the progress of a shard on a worker to zero."""
+        self._done[task.index] = Counter()
+        self._report(task.index, at_once=True)
 
     def update(
         self, task: ShardTask, conversations: int, tokens: int, tokens_left: int = 0
     ) -> None:
         """Set a shard's finished conversations, its tokens, and how many tokens may be left."""
-        if task.index in self._done and task.rows is None:
-            self._done[task.index] = Counter(
-                conversations=conversations, tokens=tokens, tokens_left=tokens_left
-            )
-            self._report(task.index)
+        self._done[task.index] = Counter(
+            conversations=conversations, tokens=tokens, tokens_left=tokens_left
+        )
+        self._report(task.index)
 
     def drop(self, task: ShardTask) -> None:
         """Delete the progress of a shard that is committed or has failed."""
@@ -216,30 +211,16 @@ def with_progress(arguments: dict[str, object], progress: object) -> dict[str, o
     return {**arguments, "progress": progress}
 
 
-class BarOrSpinner(bars.ProgressColumn):
-    """A column of the live display: a bar, or a spinner while the total is unknown."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._bar, self._spinner = bars.BarColumn(), bars.SpinnerColumn()
-
-    def render(self, task: bars.Task) -> RenderableType:
-        """Render the bar or spinner of a task."""
-        if task.total is None:
-            return self._spinner.render(task)
-        return self._bar.render(task)
-
-
 class Meter:
     """The display of a stage's progress: a live bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console, name: str):
         self.console, self.name = console, name
-        self._now = self._first = self._printed = Progress()
-        self._began = self._moved = self._last_line = time.monotonic()
+        self._now = self._printed = Progress()
+        self._last_line = time.monotonic()
         self._bar = bars.Progress(
             bars.TextColumn(f"{{task.description:>{STAGE_WIDTH}}}"),
-            BarOrSpinner(),
+            bars.BarColumn(),
             bars.TextColumn("{task.fields[text]}"),
             bars.TimeElapsedColumn(),
             bars.TextColumn("{task.fields[left]}"),
@@ -247,13 +228,20 @@ class Meter:
             transient=True,
             disable=not console.is_terminal,
             get_time=time.monotonic,
+            speed_estimate_period=math.inf,
         )
-        self._task = self._add_task()
+        self._begin_part()
 
-    def _add_task(self) -> bars.TaskID:
-        """Add the part of a stage that begins to the live display."""
-        total = self._now.total or None
-        return self._bar.add_task(self.name, total=total, text="", left="")
+    def _begin_part(self) -> None:
+        """Replace the tasks of the live display by those of the current part: units and tokens."""
+        for task in self._bar.task_ids:
+            self._bar.remove_task(task)
+        now = self._first = self._now
+        total = now.total or None
+        self._units = self._bar.add_task(
+            self.name, completed=now.done, total=total, text="", left=""
+        )
+        self._tokens = self._bar.add_task("", completed=now.tokens, total=None, visible=False)
 
     def __enter__(self) -> Meter:
         self._bar.start()
@@ -267,61 +255,50 @@ class Meter:
 
         No line is printed twice.
         """
-        moment = time.monotonic()
         before, self._now = self._now, now
         if (now.part, now.unit, now.total) != (before.part, before.unit, before.total):
-            self._first = now
-            self._began = self._moved = moment
-            self._bar.remove_task(self._task)  # a reset would keep the total where none is known
-            self._task = self._add_task()
-        elif (now.done, now.tokens) != (before.done, before.tokens):
-            self._moved = moment
-        elif (now.done, now.tokens) == (self._first.done, self._first.tokens):
-            self._began = self._moved = moment  # the part still waits for its first result
-        left = self._time_left()
-        text = _joined(now.count, self._tokens(), now.note, now.part)
-        self._bar.update(self._task, completed=self._completed(), text=text, left=left)
+            self._begin_part()
+        self._bar.update(self._tokens, completed=now.tokens)
+        self._bar.update(self._units, completed=self._completed())
+        left, tokens = self._time_left(), self._token_rate()
+        self._bar.update(
+            self._units, text=_joined(now.count, tokens, now.note, now.part), left=left
+        )
         if self.console.is_terminal or now == self._printed:
             return
+        moment = time.monotonic()
         if moment - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = moment
             self._printed = now
-            text = _joined(now.count, left, self._tokens(), now.note, now.part)
+            text = _joined(now.count, left, tokens, now.note, now.part)
             self.console.print(f"{self.name}: {text}", highlight=False, soft_wrap=True)
 
-    def _tokens(self) -> str:
+    def _completed(self) -> float:
+        """Return the finished units, and a share of the unfinished ones by their tokens."""
+        now, first = self._now, self._first
+        if not now.tokens_left:
+            return now.done
+        share = now.tokens / (now.tokens + now.tokens_left)
+        return max(now.done, first.done + share * (now.total - first.done))
+
+    def _token_rate(self) -> str:
         """Format the part's tokens and their rate; empty without tokens."""
         if not self._now.tokens:
             return ""
-        seconds = self._moved - self._began
-        if not seconds:
-            return f"{self._now.tokens:,} tokens"
-        pace = (self._now.tokens - self._first.tokens) / seconds
-        return f"{self._now.tokens:,} tokens, {rate(pace)} tokens/s"
+        pace = self._bar.tasks[-1].speed
+        text = f"{self._now.tokens:,} tokens"
+        return f"{text}, {rate(pace)} tokens/s" if pace else text
 
     def _time_left(self) -> str:
         """Format the time left at the part's mean pace; empty without an estimate and at the end.
 
         Until the part finishes its first unit, expected tokens are the most that there can be.
         """
-        now, first = self._now, self._first
-        left, made, bound = now.total - now.done, now.done - first.done, ""
-        if now.tokens_left:
-            left, made = now.tokens_left, now.tokens - first.tokens
-            if now.done == first.done:
-                bound = "at most "
-        seconds = self._moved - self._began
-        if left <= 0 or made <= 0 or seconds < SECONDS_BEFORE_ESTIMATE:
+        seconds = self._bar.tasks[0].time_remaining
+        if not seconds:
             return ""
-        return f"{bound}{duration(seconds * left / made)} left"
-
-    def _completed(self) -> float:
-        """Return the finished units for the bar, with a share of the unfinished ones."""
-        now, first = self._now, self._first
-        if not now.tokens_left:
-            return now.done
-        share = now.tokens / (now.tokens + now.tokens_left)
-        return max(now.done, first.done + share * (now.total - first.done))
+        is_bound = self._now.tokens_left and self._now.done == self._first.done
+        return f"{'at most ' if is_bound else ''}{duration(seconds)} left"
 
 
 def _joined(*texts: str) -> str:

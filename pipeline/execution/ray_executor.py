@@ -9,7 +9,6 @@ retried by a worker whose model is already loaded.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -37,7 +36,6 @@ from pipeline.targets.spec import last_line
 
 MAX_FAILED_STARTS = 3  # consecutive workers that end before their first shard
 SECONDS_TO_CLOSE = 30.0
-LEAST_SECONDS = 900.0  # minimum time limit for a part of a shard, including loading the model
 DEATH_FIX = (
     "If memory ran out, use smaller batches or more GPUs. What was committed is kept; run it again."
     " MEDUSA_DISTILL_TRACEBACK=1 shows where an error was raised."
@@ -81,7 +79,6 @@ class RayExecutor:
         arguments: dict[str, object],
         tasks: deque[ShardTask],
         placement: Placement,
-        seconds_per_task: float,
         progress: ShardProgress | None = None,
     ) -> Iterator[Outcome]:
         """Run shard tasks in a pool of Ray actors; yield their outcomes in the order of completion.
@@ -91,8 +88,6 @@ class RayExecutor:
             tasks: A queue, which is emptied. The caller may append tasks while it iterates, for
                 example to retry one.
             placement: The number of actors, and the CPU cores and GPUs of each.
-            seconds_per_task: Time limit for a whole shard. A worker that takes longer is ended, and
-                the outcome is its death.
             progress: Passed to the workers' constructor as `progress`, and shown meanwhile, unless
                 it is None.
 
@@ -100,7 +95,7 @@ class RayExecutor:
             EnvironmentFault: The cluster has died, or its workers die before their first shard.
         """
         lazy = LazyWorker(worker, with_progress(arguments, progress))
-        return ActorPool(lazy, tasks, placement, seconds_per_task, progress, self.watch).outcomes()
+        return ActorPool(lazy, tasks, placement, progress, self.watch).outcomes()
 
     def call(
         self,
@@ -143,47 +138,19 @@ class RayExecutor:
 class ShardActor:
     """A Ray actor that runs a stage's worker on one shard after another."""
 
-    def __init__(self, worker: LazyWorker, seconds_per_task: float):
+    def __init__(self, worker: LazyWorker):
         self._worker = worker
-        self._seconds_per_task = seconds_per_task
 
     def ready(self) -> None:
         """Return once the Ray actor's process has started; no shard is assigned before."""
 
     def run(self, task: ShardTask, upcoming: ShardTask | None) -> Outcome:
-        """Run the stage's worker on a shard; return the receipt or the error as an outcome.
-
-        The process ends if the shard takes too long, see `time_limit`.
-        """
-        least = min(self._seconds_per_task, LEAST_SECONDS)
-        seconds = max(task.share * self._seconds_per_task, least)
-        try:
-            with disk_errors(task.attempt_log), time_limit(task, seconds):
-                return self._worker.run(task, upcoming)
-        except MedusaDistillError as error:
-            return Outcome(task, error=error)
+        """Run the stage's worker on a shard; return the receipt or the error as an outcome."""
+        return self._worker.run(task, upcoming)
 
     def close(self) -> None:
         """Close the stage's worker in this Ray actor, so that its engine releases memory."""
         self._worker.close()
-
-
-@contextlib.contextmanager
-def time_limit(task: ShardTask, seconds: float) -> Iterator[None]:
-    """Context manager: after `seconds`, log all threads' stacks and end this worker process.
-
-    The timer runs in a C thread, so it also ends a process that never releases the GIL. If the
-    block completes in time, the log is deleted.
-    """
-    path = task.attempt_log
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as log:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=log)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-    path.unlink(missing_ok=True)
 
 
 @dataclass
@@ -206,7 +173,6 @@ class ActorPool:
     worker: LazyWorker
     tasks: deque[ShardTask]
     placement: Placement
-    seconds_per_task: float
     progress: ShardProgress | None
     watch: ClusterWatch
     _running: dict[Any, Slot] = field(default_factory=dict)  # by the reference of the pending call
@@ -263,7 +229,7 @@ class ActorPool:
     def _start_actor(self) -> Any:
         """Start a Ray actor of the pool, and return its handle."""
         remote = ray.remote(num_cpus=self.placement.cpus, num_gpus=self.placement.gpus)
-        return remote(ShardActor).remote(self.worker, self.seconds_per_task)
+        return remote(ShardActor).remote(self.worker)
 
     def _outcome(self, answer: Any, slot: Slot) -> Outcome | None:
         """Return the outcome of a Ray actor's task; None if the actor was only starting.
@@ -282,7 +248,7 @@ class ActorPool:
             if slot.upcoming:
                 self.tasks.appendleft(slot.upcoming)
             if slot.task is not None:
-                return Outcome(slot.task, death=hang_report(slot.task) or last_line(error))
+                return Outcome(slot.task, death=last_line(error))
             self._failed_starts += 1
             if self._failed_starts == MAX_FAILED_STARTS:
                 raise worker_death_error(error) from error
@@ -299,19 +265,6 @@ class ActorPool:
             ray.get([slot.actor.close.remote() for slot in self._idle], timeout=SECONDS_TO_CLOSE)
         for slot in [*self._idle, *self._running.values()]:
             ray.kill(slot.actor)
-
-
-def hang_report(task: ShardTask) -> str:
-    """Return the stacks that a hung Ray worker logged before it was ended; empty for other deaths.
-
-    The log is deleted.
-    """
-    try:
-        text = task.attempt_log.read_text(encoding="utf-8")
-        task.attempt_log.unlink()
-    except OSError:
-        return ""
-    return f"It hung and was ended. {text}" if text else ""
 
 
 def wait_for_one(

@@ -25,7 +25,9 @@ class ShardMeter:
         sizes: Mapping[int, int],
         have: Mapping[int, Receipt],
     ):
-        self.progress = ShardProgress(stage.path.absolute() / "attempts", self._show)
+        folder = stage.path.absolute() / "attempts"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.progress = ShardProgress(folder, self._show)
         self.totals = StageTotals(have.values())
         self._meter, self._sizes = meter, sizes
         self._done = sum(sizes[index] for index in have)

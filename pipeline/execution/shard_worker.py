@@ -107,7 +107,7 @@ def find_crashing_rows(
     """
     ids = [row["id"] for row in read_rows(died.task.source, ["id"])]
     scratch = stage.path / "isolation"
-    trials = deque([_trial(died.task, 0, len(ids), len(ids), scratch)])
+    trials = deque([_trial(died.task, 0, len(ids), scratch)])
     deaths: Counter[str] = Counter()
     crashing = {}
     survived = False
@@ -120,8 +120,8 @@ def find_crashing_rows(
                 continue
             if stop - start > 1:
                 middle = (start + stop) // 2
-                trials.append(_trial(died.task, start, middle, len(ids), scratch))
-                trials.append(_trial(died.task, middle, stop, len(ids), scratch))
+                trials.append(_trial(died.task, start, middle, scratch))
+                trials.append(_trial(died.task, middle, stop, scratch))
                 continue
             name = ids[start]
             deaths[name] += 1
@@ -143,16 +143,12 @@ def find_crashing_rows(
     return {**died.task.crashing, **crashing}
 
 
-def _trial(task: ShardTask, start: int, stop: int, num_rows: int, scratch: Path) -> ShardTask:
-    """Return a task that runs a worker on a shard's rows [start, stop) and writes to `scratch`.
-
-    Its time limit is the shard's, in proportion to the rows. The shard has `num_rows`.
-    """
+def _trial(task: ShardTask, start: int, stop: int, scratch: Path) -> ShardTask:
+    """Return a task that runs a worker on a shard's rows [start, stop) and writes to `scratch`."""
     place = scratch / f"{task.index:05d}-{start}-{stop}"
     return replace(
         task,
         rows=(start, stop),
-        share=(stop - start) / max(1, num_rows),
         shard=place / "shards" / "trial.parquet",
         quarantine=place / "quarantine" / "trial.jsonl",
     )

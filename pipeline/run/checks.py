@@ -55,7 +55,8 @@ def warnings(run: ResolvedRun) -> list[str]:
     train = run.config.train
     unread = ", ".join(run.method.unread_keys(train))
     if unread:
-        found.append(f"Not read by {train.heads} heads and {train.method}: {unread}.")
+        kinds = f"{train.heads} heads and {train.method}"
+        found.append(f"These keys have no effect with {kinds}: {unread}.")
     template = run.template
     if template is None:
         return found
@@ -112,7 +113,7 @@ def check_quantization(run: ResolvedRun) -> None:
         raise ConfigError(
             "vLLM cannot load a target that bitsandbytes quantizes.",
             f"target.quantization, {', '.join(keys)}",
-            "Name transformers or native there, or a target that is quantized already.",
+            "Set these keys to transformers or native, or name a target that is quantized already.",
         )
 
 
@@ -139,7 +140,7 @@ def check_labels(run: ResolvedRun) -> None:
     is_written = run.config.generate.mode != "passthrough"
     if is_written and num_heads >= longest and "train" in run.stages:
         raise ConfigError(
-            f"Answers of at most {longest} tokens have no labels for head {num_heads - 1}.",
+            f"Answers of {longest} tokens can train only {longest - 1} heads.",
             "train.num_heads",
             "Train fewer heads or raise generate.max_new_tokens.",
         )
@@ -220,10 +221,10 @@ def check_served_copy(run: ResolvedRun) -> None:
         is_other = key == SERVED and found.hidden_size != target.hidden_size
         if is_other or found.vocab_size != target.vocab_size:
             raise ConfigError(
-                "This model has another vocabulary or hidden size than the target.",
+                "This model differs from the target in vocabulary or hidden size.",
                 key,
-                "As served model name a copy of the target, such as a quantized one; as assistant a"
-                " smaller model with its vocabulary.",
+                "A served model is a copy of the target, such as a quantized one; an assistant is a"
+                " smaller model with the target's vocabulary.",
             )
 
 
@@ -315,7 +316,7 @@ def check_push(run: ResolvedRun) -> None:
         check_repo_id(push.base_model, "push.base_model")
     elif push.repo_id and is_local(run.config.target.model) and not run.method.tunes_backbone:
         raise ConfigError(
-            "Nobody else can load heads for a target that is only here.",
+            "The target is a local directory, so nobody else could load these heads.",
             "push.base_model",
             "Publish the target and name it there, or leave push.repo_id unset.",
         )
@@ -360,7 +361,7 @@ def check_packages(run: ResolvedRun) -> None:
             raise EnvironmentFault(
                 f"{package.name} is not installed here, and {users[0]} needs it.",
                 package.key,
-                "Install it with the right lock (`make install`), or change this key.",
+                "Install the lock file for this accelerator (`make install`), or change this key.",
             )
 
 

@@ -44,16 +44,17 @@ MOMENTS = {"adamw": 2 * FP32, "adamw-8bit": 2}  # bytes of a parameter's two mom
 class RunSize:
     """The estimated size of a run: conversations, tokens and optimizer steps.
 
-    Until the generate stage has run, `tokens` assumes that each sample of a conversation has
-    `generate.rounds` answers of `generate.max_new_tokens` tokens, or fills the target's context.
-    Real samples usually have fewer tokens; in self-talk and passthrough they may have more.
+    Until the generate stage has run, a sample of a conversation is taken to be as long as those of
+    an earlier run, or else to have `generate.rounds` answers of `generate.max_new_tokens` tokens or
+    to fill the target's context. In self-talk and passthrough it may have more tokens than that.
     """
 
     conversations: int | None  # None where a data set on the Hub has no limit
     samples: int  # answers to each training prompt
     tokens: int | None  # that the target writes; each has one cached state
+    tokens_per_sample: int  # of one conversation
     bytes_per_position: int | None  # 0 where no state is cached; None if the target is unknown
-    written: bool  # whether `tokens` is counted, not estimated
+    bound: str  # what `tokens` is: "" for a count, "about" or "at most"
     positions: int  # to train on; 0 if unknown
     recipes: tuple[Recipe, ...]  # of the training phases; empty if unknown
 
@@ -75,7 +76,12 @@ def on_planned_gpus(run: ResolvedRun) -> ResolvedRun:
     return run.on(Resources(((run.machine.cpus, 1),)))
 
 
-def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None) -> RunSize:
+def run_size(
+    run: ResolvedRun,
+    seeds: Summary | None,
+    generated: Summary | None,
+    earlier: Summary | None = None,
+) -> RunSize:
     """Estimate the size of a run: its conversations, tokens, bytes per state and optimizer steps.
 
     If the target's configuration is not available, bytes and steps are unknown.
@@ -83,23 +89,26 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
     Args:
         seeds: The summary of the seeds stage, or its counts before it runs; None if unknown.
         generated: The summary of the generate stage; None if unfinished.
+        earlier: The summary of another run's generate stage, whose mean length is assumed.
     """
     train, generate = run.config.train, run.config.generate
     is_known = TARGET in run.models
     hidden_size = run.shape.hidden_size
-    longest = generate.rounds * generate.max_new_tokens
+    length, bound = generate.rounds * generate.max_new_tokens, "at most"
     if is_known:
-        longest = min(longest, run.context)
+        length = min(length, run.context)
+    if earlier and earlier.get("rows"):
+        length, bound = min(length, round(earlier["tokens"] / earlier["rows"])), "about"
     rows = int(seeds["rows"]) if seeds else None
     prompts = int(seeds.get("train_rows", 0)) if seeds else 0
     tokens, share = None, 0.0
     samples = generate.num_samples(prompts)
     if rows:
         later_samples = prompts * (samples - 1)
-        tokens = (rows + later_samples) * longest
+        tokens = (rows + later_samples) * length
         share = (prompts + later_samples) / (rows + later_samples)
     if generated:
-        tokens = int(generated["tokens"])
+        tokens, bound = int(generated["tokens"]), ""
     stored: int | None = 0
     if not is_known:
         stored = None
@@ -115,8 +124,9 @@ def run_size(run: ResolvedRun, seeds: Summary | None, generated: Summary | None)
         conversations=rows,
         samples=samples,
         tokens=tokens,
+        tokens_per_sample=length,
         bytes_per_position=stored,
-        written=bool(generated),
+        bound=bound,
         positions=positions,
         recipes=tuple(recipes),
     )
@@ -328,9 +338,8 @@ def check_memory(run: ResolvedRun) -> None:
         return
     memory = memory_of_stages(run, target)
     if not all(stage.fits() for stage in memory):  # counting conversations takes time
-        memory = memory_of_stages(
-            run, target, run_size(run, count_seed_rows(run.config), None).positions
-        )
+        size = run_size(run, count_seed_rows(run.config), None)
+        memory = memory_of_stages(run, target, size.positions)
     for stage in memory:
         if stage.stage in run.open_stages and not stage.fits():
             room = (stage.device_bytes or 0) / GIB

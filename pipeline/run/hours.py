@@ -49,27 +49,16 @@ ENGINE_MEMORY = 0.92  # of a GPU's memory, which vLLM takes
 OPTIMIZER_BYTES = 40  # per trained parameter: read and write weight, gradient and two moments
 TIMED_SIZES = 16  # trees and chains that calibrate times
 
-
-@dataclass(frozen=True)
-class FixedSeconds:
-    """Seconds of a stage that do not depend on the sizes of target and heads."""
-
-    worker: float = 4.7  # starts, imports torch and transformers, and loads the target
-    trainer: float = 14.0  # Ray Train starts, evaluates and writes
-    engine: float = 14.0  # vLLM starts
-    engine_step: float = 0.0  # of vLLM
-    engine_request: float = 0.0  # of each request in a step of vLLM
-    step: float = 0.0  # of native decoding
-
-
-ON_GPU = FixedSeconds()
-"""Steps have none: the share of the bandwidth was measured with them. Starts are those of a CPU."""
-ON_CPU = FixedSeconds(engine_step=3.6e-3, engine_request=0.13e-3, step=1e-3)
-"""Two cores: the README's demo (docs/images/demo.txt) and benchmarks/results/serving.json.
-
-The features stage took 5.6 s for 0.9 s of work, training 22 for 7.8 and generate 18 for 4.3. vLLM
-wrote 269 tokens/s alone and 7,656 of many requests at once; a native step took 1.2 ms.
-"""
+# Seconds on two cores, by the README's demo (docs/images/demo.txt) and
+# benchmarks/results/serving.json. The features stage took 5.6 s for 0.9 s of work, training 22 for
+# 7.8 and generate 18 for 4.3. vLLM wrote 269 tokens/s alone and 7,656 of many requests at once; a
+# native step took 1.2 ms. A GPU's steps have no seconds of their own: the share of the bandwidth
+# was measured with them.
+WORKER = 4.7  # starts, imports torch and transformers, and loads the target
+TRAINER = 14.0  # Ray Train starts, evaluates and writes
+ENGINE = 14.0  # vLLM starts
+CPU_STEP = 1e-3  # of native decoding
+CPU_ENGINE_STEP, CPU_REQUEST = 3.6e-3, 0.13e-3  # of vLLM, and of each request in it
 
 
 @dataclass(frozen=True)
@@ -78,27 +67,26 @@ class Rates:
 
     operations: float
     num_bytes: float
-    fixed: FixedSeconds
-    memory: float | None = None  # bytes of a GPU
+    memory: float | None = None  # bytes of a GPU; None on a CPU
 
     @classmethod
     def measured(cls, device: torch.device, dtype: torch.dtype) -> Rates:
         """Return the rates that a device of this machine reaches, measured in half a second."""
         operations, num_bytes = product_rate(device, dtype), copy_rate(device)
         if device.type == "cuda":
-            return cls(OF_PRODUCTS * operations, OF_COPIES * num_bytes, ON_GPU, gpu_memory())
-        return cls(OF_PRODUCTS * operations, num_bytes, ON_CPU)
+            return cls(OF_PRODUCTS * operations, OF_COPIES * num_bytes, gpu_memory())
+        return cls(OF_PRODUCTS * operations, num_bytes)
 
     @classmethod
     def of_gpu(cls, gpu: GpuFigures, memory: float | None) -> Rates:
         """Return the rates that a GPU reaches, by its peak figures and its memory in bytes."""
         operations = OF_PEAK * gpu.tflops * 1e12
-        return cls(operations, OF_PEAK_BANDWIDTH * gpu.bandwidth_gbs * 1e9, ON_GPU, memory)
+        return cls(operations, OF_PEAK_BANDWIDTH * gpu.bandwidth_gbs * 1e9, memory)
 
     def times(self, devices: int) -> Rates:
-        """Return the rates of several such devices together."""
-        memory = None if self.memory is None else devices * self.memory
-        return Rates(devices * self.operations, devices * self.num_bytes, self.fixed, memory)
+        """Return the rates of several such GPUs together."""
+        memory = devices * (self.memory or 0)
+        return Rates(devices * self.operations, devices * self.num_bytes, memory)
 
 
 @dataclass(frozen=True)
@@ -142,11 +130,12 @@ class Hours:
         if self.run.config.generate.mode == "passthrough":
             return 0.0
         rates = self.rates["generate"]
-        per_text = self.written / max(1, self.size.conversations or 1) / self.size.samples
+        num_texts = max(1, self.size.conversations or 1) * self.size.samples
+        per_text = self.written / num_texts
         cached = cached_numbers(self.run.target_config) * self.target.itemsize
         text_bytes = max(1.0, cached * per_text * (1 + PROMPT_SHARE))
         weights = self.target.weight_bytes()
-        requests = min(REQUESTS, max(1, (self.size.conversations or 1) * self.size.samples))
+        requests = min(REQUESTS, num_texts)
         if rates.memory is not None:
             held = sequences_in_memory(ENGINE_MEMORY * rates.memory, weights, text_bytes)
             requests = max(1, min(requests, held))
@@ -154,22 +143,23 @@ class Hours:
             (weights + requests * text_bytes / 2) / rates.num_bytes,
             2 * self.target.parameters * requests / rates.operations,
         )
-        step += rates.fixed.engine_step + requests * rates.fixed.engine_request
+        if rates.memory is None:
+            step += CPU_ENGINE_STEP + requests * CPU_REQUEST
         prompts = 2 * self.target.linear * PROMPT_SHARE * self.written / rates.operations
-        return rates.fixed.engine + self.written / requests * step + prompts
+        return ENGINE + self.written / requests * step + prompts
 
     def caching(self, share: float = 1.0) -> float:
         """Return the seconds of features: a forward of the layers over a share of all tokens."""
         rates = self.rates["features"]
         tokens = share * self.written * (1 + PROMPT_SHARE)
-        return rates.fixed.worker + 2 * self.target.linear * tokens / rates.operations
+        return WORKER + 2 * self.target.linear * tokens / rates.operations
 
     def training(self) -> float:
         """Return the seconds of all training phases."""
         seconds = 0.0
         phases = self.run.method.phases(self.run.config.train)
         for recipe, (_, learner) in zip(self.size.recipes, phases, strict=False):
-            seconds += self.rates["train"].fixed.trainer + self._steps(recipe, learner)
+            seconds += TRAINER + self._steps(recipe, learner)
         return seconds
 
     def _steps(self, recipe: Recipe, learner: type[Learner]) -> float:
@@ -205,19 +195,17 @@ class Hours:
         return float(operations)
 
     def calibrating(self) -> float:
-        """Return the seconds of calibrate: guesses on held-out rows, and timed trees."""
-        rates = self.rates["train"]
-        held_out = self.written * self.run.config.seeds.holdout / 2
-        seconds = rates.fixed.worker + held_out * self.head_operations() / 3 / rates.operations
-        if self.run.times_trees:
-            steps = TIMED_SIZES * NUM_PROMPTS * NUM_STEPS
-            seconds += rates.fixed.worker + steps * 2 * self.plain_step("features")
-        return seconds
+        """Return the seconds of calibrate: a worker's start, and timed trees."""
+        if not self.run.times_trees:
+            return WORKER
+        steps = TIMED_SIZES * NUM_PROMPTS * NUM_STEPS
+        return 2 * WORKER + steps * 2 * self.plain_step("features")
 
     def plain_step(self, section: str) -> float:
         """Return the seconds in which the target decodes one token of one text."""
         rates = self.rates[section]
-        return self.target.weight_bytes() / rates.num_bytes + rates.fixed.step
+        seconds = self.target.weight_bytes() / rates.num_bytes
+        return seconds + CPU_STEP if rates.memory is None else seconds
 
     def checking(self) -> float:
         """Return the seconds of the check, if every step keeps one token.
@@ -230,20 +218,21 @@ class Hours:
         prompts = check.prompts if isinstance(check.prompts, int) else 80
         for engine in check.engines:
             section = ENGINE_SECTIONS[engine]
-            rates, step = self.rates[section], self.plain_step(section)
+            on_gpu, step = self.rates[section].memory is not None, self.plain_step(section)
             if engine == "native":
-                warm_ups = 2 * min(prompts, NUM_WARM_UPS)
-                if rates.memory is not None:  # so that every CUDA graph is captured
-                    warm_ups = 2 * prompts
+                warm_ups = min(prompts, NUM_WARM_UPS)
+                if on_gpu:  # so that every CUDA graph is captured
+                    warm_ups = prompts
                 methods = 2 + len(check.baselines)
-                answers = methods * (check.repeats * prompts + warm_ups)
-                seconds += rates.fixed.worker
+                answers = methods * (check.repeats * prompts + 2 * warm_ups)
+                seconds += WORKER
             else:
                 methods = 3 + len(check.engine_baselines) + len(check.draft_tokens)
                 passes = (methods - 1) * check.repeats + 1
                 answers = passes * (1 + min(prompts, NUM_IN_TURN))
-                step += rates.fixed.engine_step
-                seconds += methods * rates.fixed.engine
+                if not on_gpu:
+                    step += CPU_ENGINE_STEP
+                seconds += methods * ENGINE
             seconds += answers * check.max_new_tokens * step
         return seconds
 

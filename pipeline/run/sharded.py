@@ -20,7 +20,6 @@ from pipeline.storage.receipts import StageTotals, Summary
 from pipeline.storage.shards import ShardTask
 from pipeline.storage.stage_directory import StageDirectory
 
-SECONDS_PER_SHARD = 24 * 3600  # a worker that takes longer hangs
 MAX_FAILURES = 3  # of a shard, or of training; then the stage stops
 
 
@@ -74,7 +73,6 @@ def run_sharded(
             worker,
             arguments,
             placement=placement,
-            seconds_per_task=SECONDS_PER_SHARD,
             progress=shown.progress,
         )
         while pending:

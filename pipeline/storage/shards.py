@@ -45,12 +45,6 @@ class ShardTask:
     upstream: str = ""  # its content hash
     crashing: dict[str, str] = field(default_factory=dict)  # how rows kill workers, by row id
     rows: tuple[int, int] | None = None  # only rows [start, stop), in a search for such rows
-    share: float = 1.0  # of the upstream shard's rows that the task reads; scales the time limit
-
-    @property
-    def attempt_log(self) -> Path:
-        """The path at which a worker that hangs on this shard logs its stack traces."""
-        return self.shard.parent.with_name("attempts") / f"{self.index:05d}.txt"
 
 
 def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row]:

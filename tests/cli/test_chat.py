@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.api.models import load_target
-from pipeline.cli.chat_session import Answer, ChatSession, Sampling
+from pipeline.cli.chat_session import ChatSession, Sampling
 from pipeline.decoding.acceptance import greedy_acceptance
 from pipeline.decoding.decoder import Decoder
 from tests.cli.tables import one_paragraph
@@ -168,8 +168,3 @@ def test_accepted_tokens_are_coloured_and_control_characters_shown(tiny_target, 
     green, off = "\x1b[32m", "\x1b[0m"
     printed = f"ab{green}c{off}d{green}\N{SYMBOL FOR ESCAPE}{off}\n"
     assert console.file.getvalue() == printed
-
-
-def test_the_pace_excludes_the_prefill_and_its_token():
-    assert Answer([1] * 6, 2, seconds=1.0).speed() == "6 tokens, 2.50 per step, 5.0 tokens/s"
-    assert Answer([1], 0).speed() == "1 tokens"

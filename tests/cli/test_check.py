@@ -150,14 +150,8 @@ def test_what_cannot_be_measured_is_one_paragraph(checked, tmp_path, change, cod
     assert ended.code == code and says in one_paragraph(ended.err)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"architectures": ["LlamaForCausalLMEagle3"]},  # SpecForge's
-        {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"},
-    ],
-)
-def test_another_kind_of_draft_is_named(checked, tmp_path, config):
+def test_another_kind_of_draft_is_named(checked, tmp_path):
+    config = {"architectures": ["LlamaForCausalLMEagle3"]}  # SpecForge's
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"d2t": torch.zeros(4, dtype=torch.int64)}, tmp_path / "model.safetensors")
     ended = checked(tmp_path)

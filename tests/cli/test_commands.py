@@ -16,12 +16,11 @@ from itertools import accumulate
 
 import pytest
 from rich.console import Console
-from rich.text import Text
 
 from pipeline.config.running import LimitsConfig
 from pipeline.flow import run_flow
 from tests.cli.tables import line_of, one_paragraph, states
-from tests.flows.tiny import STAGES, latest, run_again, stages_run, stored, write_lines
+from tests.flows.tiny import STAGES, latest, run_again, stored, write_lines
 
 INLINE = ("--executor", "inline")
 
@@ -33,29 +32,14 @@ def test_a_signal_ends_a_command_with_its_own_exit_code(command, finished_run, m
     assert ended.code == 143 and ended.err.startswith("Stopped by SIGTERM.")
 
 
-def test_help_names_every_command(command):
-    ended = command("--help")
-    assert ended.code == 0
-    for name in ("run", "plan", "status", "verify", "inspect", "chat", "push"):
-        assert re.search(rf"\b{name}\b", ended.out), name
-    assert command("run", "-h").code == 0
-
-
-def test_version_alone_is_one_line(command):
-    ended = command("--version")
-    assert ended.code == 0 and ended.out == f"medusa-distill {version('medusa-distill')}\n"
-
-
 @pytest.mark.parametrize("words", [("--version", "--verbose"), ("--verbose", "--version")])
-def test_verbose_version_has_what_a_report_needs(command, finished_run, words):
-    lines = command(*words, "--run", finished_run.path).out.splitlines()
+def test_verbose_version_has_what_a_report_needs(command, words):
+    lines = command(*words).out.splitlines()
     assert lines[0] == f"medusa-distill {version('medusa-distill')}"
     for package in ("torch", "transformers", "ray", "peft", "pyarrow"):
         assert f"{package} {version(package)}" in lines
     assert f"python {platform.python_version()}" in lines
     assert f"cores: {len(os.sched_getaffinity(0))}" in lines
-    links = [(finished_run.path / "latest" / stage).resolve().name for stage in STAGES]
-    assert lines[-len(STAGES) - 1 :] == [f"run {finished_run.path.name}", *links]
 
 
 def test_verbose_belongs_to_version(command):
@@ -63,16 +47,12 @@ def test_verbose_belongs_to_version(command):
     assert ended.code == 2 and "--version" in one_paragraph(ended.err)
 
 
-def test_help_imports_no_torch():
-    assert heavy_imports(["--help"]) == "0 []\n"
-
-
 def test_a_wrong_key_is_refused_before_torch_is_imported(config_file):
     """Nor transformers, Ray or vLLM."""
+    assert heavy_imports(["--help"]) == "0 []\n"
     words = [
         ["run", f"{config_file}.gone"],
         ["run", str(config_file), "train.lrr=1"],
-        ["plan", f"{config_file}.gone"],
         ["plan", str(config_file), "train.lrr=1"],
         ["check", "heads", "--target", "model", "check.repeats=2"],
         ["chat", "heads", "target.typed=1"],
@@ -100,15 +80,7 @@ for words in COMMANDS:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        (),
-        ("rum",),
-        ("run",),
-        ("run", "--what"),
-        ("status", "--deep", "x"),
-        ("keys", "trian"),
-        ("archive", "runs/my-7b", "s3://my-bucket"),
-    ],
+    [(), ("rum",), ("run", "--what"), ("keys", "trian")],
 )
 def test_a_wrong_command_line_is_exit_code_2(command, words):
     ended = command(*words)
@@ -133,14 +105,6 @@ def test_run_prints_one_line_per_stage_and_the_report(command, config_file):
     again = command("run", config_file, *INLINE).out
     kept = [line.split()[2] for line in again.splitlines() if line.startswith("✓")]
     assert kept == ["kept"] * 7
-
-
-def test_run_takes_overrides_until_and_fresh(command, config_file, copied_run):
-    words = ("run", config_file, *INLINE, "train.lr=2e-2", "--until")
-    assert command(*words, "features").code == 0 and stages_run(copied_run) == []
-    assert command(*words, "train").code == 0 and stages_run(copied_run) == ["train"]
-    assert command(*words, "train", "--fresh", "train").code == 0
-    assert stages_run(copied_run) == ["train"]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +156,7 @@ def test_status_and_verify_of_a_finished_run_write_nothing(command, copied_run):
         assert part in line_of("generate", ended.out)
     ended = command("verify", copied_run.path)
     checked = [line.split()[:2] for line in ended.out.splitlines()]
-    assert ended.code == 0 and checked == [["ok", name] for name in (*STAGES, "splits")]
+    assert ended.code == 0 and checked == [["ok", name] for name in STAGES]
     assert sorted(copied_run.path.rglob("*")) == before
 
 
@@ -287,7 +251,7 @@ def test_a_half_done_run_counts_what_is_there(command, half_done, config_file, m
     assert "does not fit" in command("plan", config_file, "generate.temperature=1.5").out
 
 
-@pytest.mark.parametrize("damage", ["bit", "truncated", "quarantine"])
+@pytest.mark.parametrize("damage", ["bit", "quarantine"])
 def test_verify_of_a_half_done_run_names_the_damaged_file(command, half_done, damage):
     features = latest(half_done, "features")
     bad = features.shard_path(2)
@@ -297,7 +261,7 @@ def test_verify_of_a_half_done_run_names_the_damaged_file(command, half_done, da
     else:
         data = bytearray(bad.read_bytes())
         data[100] ^= 1
-        bad.write_bytes(data if damage == "bit" else data[:-20])
+        bad.write_bytes(data)
     ended = command("verify", half_done.path)
     assert ended.code == 1
     assert re.findall(r"\S+\.(?:parquet|jsonl)", one_paragraph(ended.err)) == [str(bad)]
@@ -319,10 +283,10 @@ def progress_of(make_config, tmp_path, monkeypatch):
     """A function that runs generate: its output, and the rows quarantined up to each shard."""
     monkeypatch.setattr("pipeline.execution.progress.SECONDS_BETWEEN_LINES", 0)
 
-    def run(**terminal) -> tuple[str, list[int]]:
+    def run() -> tuple[str, list[int]]:
         refuses = {"generate__max_new_tokens": 48, "generate__on_truncated": "quarantine"}
         config = make_config(tmp_path, **refuses, limits__max_quarantine_fraction=1)
-        console = Console(file=io.StringIO(), width=120, **terminal)
+        console = Console(file=io.StringIO(), width=120, force_terminal=False)
         run = run_flow(config, until="generate", executor="inline", console=console)
         receipts = [receipt for _, receipt in sorted(latest(run, "generate").receipts().items())]
         return console.file.getvalue(), list(accumulate(one.num_quarantined for one in receipts))
@@ -332,7 +296,7 @@ def progress_of(make_config, tmp_path, monkeypatch):
 
 def test_progress_is_plain_lines_where_there_is_no_terminal(progress_of):
     """The lines have conversations, shards and quarantined rows, which only grow."""
-    printed, committed = progress_of(force_terminal=False)
+    printed, committed = progress_of()
     assert "\x1b" not in printed and "\r" not in printed
     counts = []
     for line in printed.splitlines():
@@ -342,13 +306,6 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(progress_of):
     assert all(sorted(column) == list(column) for column in zip(*counts, strict=True))
     assert any(0 < conversations < 10 for conversations, _, _ in counts), "not whole shards alone"
     assert counts[-1] == [40, 4, committed[-1]] and committed[-1]
-
-
-def test_progress_is_a_bar_on_a_terminal(progress_of):
-    printed, committed = progress_of(force_terminal=True)
-    assert "\x1b[" in printed
-    bar = rf"generate .*40 of 40 conversations.*4 of 4 shards.*{committed[-1]} quarantined"
-    assert re.search(bar, Text.from_ansi(printed).plain)
 
 
 def test_terminal_commands_in_rows_are_shown_and_not_obeyed(command, make_config, tmp_path):

@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
@@ -50,13 +49,6 @@ def test_plan_names_the_setting_that_makes_stages_run_again(command, config_file
     assert f"conversations, {tokens:,} tokens" in out, "the true number of what is done"
 
 
-def test_plan_of_a_run_without_a_shard_has_it_pending(command, config_file, copied_run):
-    copied_run.latest("features").shards()[0].unlink()
-    ended = command("plan", config_file)
-    assert ended.code == 0, ended.err
-    assert "1 pending" in line_of("features", ended.out)
-
-
 @pytest.mark.parametrize(
     ("words", "said", "tokens"),
     [
@@ -84,10 +76,6 @@ def test_plan_counts_steps_and_warns_of_too_few(command, config_file, copied_run
     out = command("plan", config_file, "generate.max_new_tokens=15", *few).out
     assert "Training: at most 24 steps: 3 epochs of 8 steps, 100 positions each" in out
     assert "Too few optimizer steps (24)" in out and "train.epochs" in out
-    out = command("plan", config_file, "train.batch_tokens=auto").out
-    assert (
-        "steps with that many tokens: 1 epoch" in out and "The batch follows the positions" in out
-    )
 
 
 def test_plan_expects_conversations_as_long_as_earlier_ones(command, config_file, copied_run):
@@ -97,15 +85,15 @@ def test_plan_expects_conversations_as_long_as_earlier_ones(command, config_file
     average = round(sum(span["end"] - span["start"] for row in rows for span in row["spans"]) / 40)
     words = ("generate.max_new_tokens=99", "train.batch_tokens=100", "train.epochs=2")
     out = command("plan", config_file, *words).out
-    expected = f"about {40 * average:,} expected ({average} each, as in {earlier.path.name})"
-    assert f"at most 7,680 tokens and {expected}" in out
+    expected = f"about {40 * average:,} tokens ({average} each, as in {earlier.path.name})"
+    assert f"40 conversations, {expected}" in out
     steps = 2 * math.ceil(24 * average / 100)
     assert f"Training: about {steps} steps: 2 epochs of {steps // 2} steps, 100 pos" in out
     words = ("generate.max_new_tokens=2", "train.num_heads=1", AUTO_DRAFTS)
     out = command("plan", config_file, *words).out
-    assert "at most 160 tokens and about 160 expected (4 each" in out
+    assert "about 160 tokens (4 each" in out, "at most as long as allowed"
     out = command("plan", config_file, *words, "run.name=next").out
-    assert "(a bound: every answer as long as allowed)" in out and "expected" not in out
+    assert "at most 160 tokens (every answer as long as allowed)" in out
 
 
 def test_a_nearly_full_disk_is_refused_before_the_first_stage(command, config_file, copied_run):
@@ -130,13 +118,6 @@ def test_plan_goes_on_without_the_target(command, config_file, copied_run):
     assert "taken to be unchanged" not in command("plan", config_file).out
 
 
-def test_plan_refuses_what_run_refuses(command, config_file, copied_run):
-    """Also where all is finished."""
-    planned, ran = (command(name, config_file, "calibrate.depth=9") for name in ("plan", "run"))
-    assert (planned.code, planned.err) == (ran.code, ran.err) and ran.code == 2
-    assert "calibrate.depth" in one_paragraph(planned.err)
-
-
 @pytest.mark.parametrize(("gpus", "width"), [(0, 4), (1, 2)])
 def test_plan_sizes_states_by_the_device_of_the_features(
     command, config_file, tiny_target, tmp_path, gpus, width
@@ -149,12 +130,6 @@ def test_plan_sizes_states_by_the_device_of_the_features(
     (target / "config.json").write_text(config.replace('"float32"', '"bfloat16"'))
     words = (f"target.model={target}", f"placement.features.gpus_per_worker={gpus}")
     assert f"{64 * width} bytes of states" in command("plan", config_file, *words).out
-
-
-def test_plan_advises_to_try_medusa_1_first(command, config_file):
-    advice = "Try train.method: medusa-1 first."
-    assert advice in command("plan", config_file, "train.method=medusa-2").out
-    assert advice not in command("plan", config_file).out
 
 
 def test_plan_prints_the_workers_of_each_stage(command, config_file):
@@ -201,12 +176,7 @@ def test_plan_without_weights_prints_gib_and_refuses_misfits(command, config_fil
     assert max(map(len, table)) <= 80 and "\x1b" not in ended.out
     ended = command("plan", config_file, *words, "placement.gpu_memory_gb=60")
     refused = one_paragraph(ended.err)
-    assert (
-        ended.code == 4
-        and "train" in refused
-        and "generate" not in refused
-        and "train.optimizer" in refused
-    )
+    assert ended.code == 4 and "train.optimizer" in refused and "generate" not in refused
 
 
 def test_plan_states_which_batches_pay_on_planned_gpus(command, config_file, tmp_path):
@@ -229,27 +199,6 @@ def test_plan_states_which_batches_pay_on_planned_gpus(command, config_file, tmp
     )
     ended = command("plan", config_file, *peaks)
     assert ended.code == 0 and "By arithmetic, a step" not in ended.out, "of no GPU"
-
-
-def test_plan_states_which_batches_pay_on_the_gpu_here(command, config_file, monkeypatch):
-    """121 x 2 / (2 x 0.3) = 403 tokens. A sequence has 192 tokens with 2 x 32 numbers of 2 bytes in
-    each of two layers, 48 KiB: 24 GiB hold 2^19.
-    """
-    gpu = SimpleNamespace(total_memory=24 * 2**30)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA L4")
-    monkeypatch.setattr("pipeline.run.hours.product_rate", lambda *device: 1e12)
-    monkeypatch.setattr("pipeline.run.hours.copy_rate", lambda device: 1e11)
-    words = ("target.dtype=bfloat16", "check.engines=[native]")
-    out = command("plan", config_file, *words).out
-    assert "a step on NVIDIA L4 (121 TFLOP/s, 300 GB/s) is bound by memory up to 403 tokens" in out
-    held = re.search(r"holds ([\d,]+) sequences of 192 tokens", out)
-    assert held and int(held[1].replace(",", "")) == pytest.approx(2**19, rel=1e-4)
-    for other in ("target.dtype=float32", "placement.gpu_memory_gb=80"):
-        ended = command("plan", config_file, *words, other)
-        assert ended.code == 0 and "By arithmetic, a step" not in ended.out
 
 
 def test_plan_refuses_too_few_conversations(command, config_file, tmp_path):

@@ -94,12 +94,6 @@ def test_a_taken_port_is_refused(command, finished_run):
     assert ended.code == 4 and f"{LOOPBACK}:{port}" in ended.err and "choose another" in ended.err
 
 
-@pytest.mark.slow
-def test_an_argument_that_vllm_does_not_know_is_refused(command, finished_run):
-    ended = command("serve", finished_run.path, "--port", free_port(), "--", "--no-such-thing")
-    assert ended.code == 4 and "--no-such-thing" in ended.err
-
-
 def test_the_target_has_the_settings_of_its_run(copied_run, tmp_path, monkeypatch):
     file = copied_run.path / "run.yaml"
     settings = yaml.safe_load(file.read_text())
@@ -139,14 +133,14 @@ def test_another_number_of_draft_tokens_names_target_and_heads(finished_run):
     }
     with pytest.raises(ConfigError, match="propose 3 tokens ahead, not 4"):
         server_arguments(finished_run.path, None, {}, gpus=0, draft_tokens=4)
-    with pytest.raises(ConfigError, match="drafts nothing"):
+    with pytest.raises(ConfigError, match="no effect with --plain"):
         server_arguments(finished_run.path, None, {}, gpus=0, plain=True, draft_tokens=2)
 
 
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["check.repeats=2"], 2, "'check.repeats=2' is not read by this command"),
+        (["check.repeats=2"], 2, "does not accept 'check.repeats=2'"),
         (["target.quantization=4bit"], 2, "vLLM cannot load a target in 4bit"),
     ],
 )

@@ -42,7 +42,7 @@ def drive(root, line):
         progress = ShardProgress(root / "attempts", lambda: waiting and line.send(waiting.pop()))
         task = ShardTask(0, root / "shards" / "0", root / "quarantine", "f")
         try:
-            list(executor.map(Endless, {}, deque([task]), Placement(1, 1, 0), PATIENCE, progress))
+            list(executor.map(Endless, {}, deque([task]), Placement(1, 1, 0), progress))
         finally:
             executor.close()
 

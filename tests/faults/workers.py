@@ -21,7 +21,6 @@ from tests.forks import PATIENCE
 
 WORKERS = 2  # that share a stage's work
 MIDDLE = 1  # the shard in which a worker is killed once
-HUNG = MIDDLE + 1  # the shard that hangs once
 STEPS_BEFORE_DEATH = 2
 
 
@@ -103,17 +102,8 @@ class KilledOnce(Stand):
             at("write", f"{self.stage}-*/shards/{task.index:05d}.parquet", die)
 
 
-class HangsOnceAndIsKilledOnce(KilledOnce, Copying):
-    """A copying worker that is killed once, and hangs once."""
-
-    def before(self, task):
-        super().before(task)
-        if task.index == HUNG and first_time(diary_of(task, "hung"), "hung"):
-            wait_for_an_answer_that_never_comes()
-
-
-def wait_for_an_answer_that_never_comes():
-    time.sleep(3600)
+class CopyingAndKilledOnce(KilledOnce, Copying):
+    """A copying worker that is killed once."""
 
 
 class HangsAfterOne(Copying):
@@ -121,7 +111,7 @@ class HangsAfterOne(Copying):
 
     def before(self, task):
         if task.index > 0:
-            wait_for_an_answer_that_never_comes()
+            time.sleep(3600)
 
 
 class LosesItsNode(Copying):

@@ -25,7 +25,6 @@ VLLM = {"check__engines": ["native", "vllm"]}
 SAMPLED = {"check__acceptance": "rejection", "check__temperature": 0.7}
 
 REFUSED = [
-    ({"train__num_heads": 129}, "train.num_heads"),
     ({"train__method": "medusa1"}, "train.method"),
     ({"calibrate__depth": 4}, "calibrate.depth"),
     ({"calibrate__draft_tokens": 4}, "calibrate.draft_tokens"),
@@ -37,21 +36,16 @@ REFUSED = [
     ({"export__formats": ["shared"]}, "export.formats"),
     ({"train__draft_vocab": 301}, "train.draft_vocab"),
     ({"train__draft_vocab": 9}, "calibrate.top"),
-    ({"calibrate__tree": "dynamic", "calibrate__top": 301}, "calibrate.top"),
     ({"train__draft_vocab": 40, "train__heads": "recurrent", **VLLM}, "check.engines"),
     ({"seeds__sources": "/absent.jsonl"}, "seeds.sources"),
-    ({"check__prompts": "/absent.jsonl"}, "check.prompts"),
     ({"check__acceptance": "rejection"}, "check.temperature"),
     ({**SAMPLED, "check__acceptance": "typical", "check__top_p": 0.9}, "check.top_p"),
     ({"push__repo_id": "me/heads"}, "push.base_model"),
     ({"push__repo_id": "heads", "push__base_model": "owner/model"}, "push.repo_id"),
-    ({"push__repo_id": "me/heads", "push__base_model": "not an id"}, "push.base_model"),
     ({"target__model": "/absent"}, "target.model"),
     ({"check__served_model": "/absent"}, "check.served_model"),
     ({"check__draft_tokens": [2, 4], **VLLM}, "check.draft_tokens"),
-    ({"check__engine_baselines": ["wheels"]}, "check.engine_baselines"),
     ({"check__engine_baselines": ["draft-model"]}, "check.assistant_model"),
-    ({"target__quantization": "8bit", "generate__engine": "vllm"}, "target.quantization"),
     ({"target__quantization": "8bit", **VLLM}, "check.engines"),
     ({"train__backbone__lora_rank": 65, **MEDUSA_2}, "train.backbone.lora_rank"),
     (SHARD_4BIT, "train.backbone.shard"),
@@ -80,11 +74,8 @@ def test_a_plan_and_a_run_refuse_and_name_the_key(make_config, tmp_path, changes
         {"train__num_heads": 128, "generate__max_new_tokens": 129},
         {"generate__max_new_tokens": 3, "generate__mode": "passthrough"},
         {"check__max_new_tokens": 191},
-        {"calibrate__depth": 3},
         {"export__formats": ["shared"], "train__medusa__lm_head": "tied"},
         {"push__repo_id": "me/heads", "push__base_model": "owner/model"},
-        MEDUSA_2,
-        {"train__backbone__shard": True, **MEDUSA_2},
         {**SHARD_4BIT, "train__backbone__quantization": "none"},
         {**SAMPLED, "check__acceptance": "typical"},
     ],
@@ -108,7 +99,7 @@ def test_an_assistant_has_the_target_s_vocabulary(make_config, tmp_path, tiny_ta
     check_plan(resolved(make_config(tmp_path, **changes)))
     fewer = config["vocab_size"] - 1
     (smaller / "config.json").write_text(json.dumps({**config, "vocab_size": fewer}))
-    with pytest.raises(ConfigError, match=r"another vocabulary.*assistant_model"):
+    with pytest.raises(ConfigError, match=r"differs from the target.*assistant_model"):
         check_plan(resolved(make_config(tmp_path, **changes)))
 
 
@@ -137,12 +128,8 @@ def test_a_submitted_job_keeps_nothing_in_its_uploaded_copy(make_config, tmp_pat
 
 PACKAGES = [
     ({"generate__engine": "vllm"}, "vllm", "generate.engine", "generate"),
-    ({"features__engine": "vllm"}, "vllm", "features.engine", "features"),
-    (VLLM, "vllm", "check.engines", "check"),
     ({"train__optimizer": "adamw-8bit"}, "bitsandbytes", "train.optimizer", "train"),
-    ({"target__quantization": "8bit"}, "bitsandbytes", "target.quantization", "features"),
     (MEDUSA_2 | {"target__quantization": "4bit"}, "bitsandbytes", "train.backbone", "train"),
-    (MEDUSA_2, "peft", "train.method", "train"),
     (MEDUSA_2 | {"features__engine": "vllm"}, "vllm", "features.engine", "tuned-features"),
 ]
 
@@ -204,15 +191,6 @@ def test_workers_without_gpus_read_a_target_on_the_cpu(
         ("check.served_model", "native", False),
         ("check.served_model", "vllm", True),
     }
-    asked.clear()
-    own = make_config(tmp_path, placement__features={"gpus_per_worker": 0})
-    checks.check_readers(resolved(own).on(Resources(((8, 1),))))
-    both = {("target.model", "transformers", on_gpu) for on_gpu in (False, True)}
-    assert both <= asked, "generate on the GPU, features on the CPU"
-    asked.clear()
-    seeds_answers = make_config(tmp_path, generate__mode="passthrough", generate__engine="vllm")
-    checks.check_readers(resolved(seeds_answers))
-    assert {engine for _, engine, _ in asked} == {"transformers", "native"}
 
 
 @pytest.mark.parametrize("key", ["target.model", "check.served_model", "check.assistant_model"])
@@ -285,11 +263,6 @@ def test_a_quantized_target_that_an_engine_cannot_read_is_refused(
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="no bitsandbytes"):
         check_run(resolved(make_config(tmp_path, **VLLM, **{key: str(copy)})))
-    if key == "check__served_model":
-        config = {**config, "vocab_size": 320}
-        (copy / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ConfigError, match="another vocabulary"):
-            check_run(resolved(make_config(tmp_path, **{key: str(copy)})))
 
 
 def test_a_check_alone_is_placed_where_its_engines_decode(make_config, tmp_path):

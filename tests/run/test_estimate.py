@@ -81,11 +81,6 @@ def test_parameters_are_those_that_the_authors_publish(plan_of, shape, parameter
     assert memory_of(config, "features").weights == 2 * parameters
 
 
-def test_a_conversation_caches_two_vectors_per_layer_and_head(plan_of):
-    assert memory_of(plan_of("7B"), "generate").cache == 4096 * (2 * 32 * 32 * 128 * 2)
-    assert memory_of(plan_of("70B"), "generate").cache == 4096 * (2 * 80 * 8 * 128 * 2)
-
-
 def test_several_gpus_share_the_weights_and_quantization_shrinks_them(plan_of):
     """4 bits take a quarter, except embedding and lm_head, quantized on loading or in the files."""
     whole = memory_of(plan_of("7B"), "features").weights

@@ -22,22 +22,6 @@ def test_a_stage_reads_only_earlier_stages_of_the_run(make_config, tmp_path, met
     assert ("tuned-features" in have) == (method == "medusa-2")
 
 
-def test_the_check_names_the_engine_of_each_figure():
-    summary = {"native": {"acceleration_rate": 2.5, "speedup": 1.5}}
-    summary["vllm"] = {"acceleration_rate": 2.25}
-    assert STAGES["check"].one_line(summary) == (
-        "native acceleration rate 2.5, native speedup 1.5, vLLM acceleration rate 2.25"
-    )
-
-
-def test_training_prints_rounded_figures():
-    """Floats have 4 significant digits, and from 1,000 on no decimals."""
-    summary = {"steps": 1200, "final_loss": 4.542551579, "tokens_per_second": 15905.7}
-    summary["drift"] = {"kl": 0.0007409862946}
-    printed = "steps 1,200, final loss 4.543, positions per second 15,906, kl 0.000741"
-    assert STAGES["train"].one_line(summary) == printed
-
-
 def test_quarantined_rows_have_their_reasons():
     summary = {"rows": 40, "quarantined": 1210, "reasons": {"empty": 10, "too-long": 1200}}
     printed = "rows 40, quarantined 1,210 (too-long 1,200, empty 10)"
