@@ -114,7 +114,7 @@ def test_a_question_may_be_longer_than_training_text(again, tmp_path):
     asked = short | {"check__prompts": file, "check__max_new_tokens": 20}
     native = result_of(again(**asked)).native
     assert (native.prompts, native.skipped_prompts) == (1, 0)
-    with pytest.raises(DataError, match=r"leaves room for 20 tokens.*check\.max_tokens"):
+    with pytest.raises(DataError, match=r"leaves room for 20 tokens.*check\.max_new_tokens"):
         again(**asked, check__max_tokens=64)
     with pytest.raises(DataError, match="leaves room for 190 tokens"):
         again(check__max_new_tokens=190)
