@@ -1,109 +1,68 @@
-"""Write eight figures of a finished demo into the README: `python scripts/write_demo.py runs/demo`.
+"""Write the figures of two finished demos into the README.
 
-If some answers are in the training text, rates have a second column, for new answers only.
+python scripts/write_demo.py runs/demo-recurrent runs/demo
 """
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.artifacts.check_result import STOCK_TREE
 from pipeline.artifacts.json_form import from_json
-from pipeline.formatting import ratio, times
-from pipeline.report.facts import expected_rate, measured_rate, on_new_answers
+from pipeline.formatting import rate
+from pipeline.report.facts import expected_rate, measured_rate
 from pipeline.report.report import Report
 
 PAGE = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- demo -->\n", "\n<!-- /demo -->"
+FIGURES = (
+    "tokens per forward of the model",
+    "the same, predicted before anything was decoded",
+    "tokens per forward in vLLM, which checks one chain of guesses",
+    "tokens per second, the model alone → with heads",
+    "answers identical to the model's own",
+)
 
 
-@dataclass(frozen=True)
-class Row:
-    figure: str
-    measured: str
-    meaning: str
-    on_new: str = ""
+def read_report(run: str) -> Report:
+    """Read a run's report.json."""
+    found = json.loads(Path(run, "report.json").read_text(encoding="utf-8"))
+    return from_json(Report, found)
 
 
-def rows_of(report: Report) -> list[Row]:
-    """Return the rows of the README's table: each figure with its meaning."""
+def figures(report: Report) -> list[str]:
+    """Return a finished demo's cells, in the order of `FIGURES`."""
     native, vllm = report.native, report.vllm
-    tree = report.tree
-    assert native is not None and vllm is not None and tree is not None
-    assert native.studies is not None and native.baseline_tokens_per_second is not None
-    (stock,) = [row for row in native.studies.trees or [] if row.tree == STOCK_TREE]
-    plain = native.baseline_tokens_per_second
+    assert native is not None and vllm is not None
     matched = native.greedy_match
-    num_guesses = vllm.num_speculative_tokens
+    plain, with_heads = native.baseline_tokens_per_second, native.tokens_per_second
     return [
-        Row(
-            "Acceleration rate",
-            measured_rate(native),
-            "tokens kept per forward of the model; plain decoding has 1.00",
-            on_new_answers(native),
-        ),
-        Row(
-            "as expected by calibration",
-            expected_rate(tree),
-            "the same, predicted from the heads' accuracy on held-out text before anything was"
-            " decoded, with its standard error",
-            expected_rate(tree.new),
-        ),
-        Row(
-            "with the authors' tree",
-            ratio(stock.acceleration_rate),
-            f"the same heads with the {stock.nodes} guesses that Medusa's authors chose for"
-            f" Vicuna-7B; the run's own tree, searched for these heads, has {tree.nodes}",
-        ),
-        Row(
-            "Overhead",
-            times(native.overhead),
-            "time of a step with the tree over a plain step; large for this target, whose plain"
-            f" step takes {1000 / plain:.1f} ms",
-        ),
-        Row("Speedup", times(native.speedup), "acceleration rate over overhead"),
-        Row(
-            "Tokens per second",
-            f"{plain:,.0f} → {native.tokens_per_second:,.0f}",
-            "the model alone, and with its heads, one prompt at a time",
-        ),
-        Row(
-            "Greedy text identical",
-            f"{matched.identical} of {matched.sequences}",
-            "held-out prompts, compared token for token with plain decoding",
-        ),
-        Row(
-            "Acceleration rate in vLLM",
-            measured_rate(vllm),
-            f"the same export; vLLM verifies the best path of {num_guesses} guesses and no tree; "
-            f"{expected_rate(vllm)} was predicted",
-            on_new_answers(vllm),
-        ),
+        measured_rate(native),
+        expected_rate(report.tree),
+        measured_rate(vllm),
+        f"{rate(plain)} → {rate(with_heads)}",
+        f"{matched.identical} of {matched.sequences}",
     ]
 
 
-def table(report: Report) -> str:
-    """Format the table in Markdown; it has a column for new answers unless all are new."""
-    rows = rows_of(report)
-    share = report.native.seen_share if report.native else None
-    if not share:
-        lines = ["| figure | measured | what it is |", "|---|---|---|"]
-        lines += [f"| {row.figure} | {row.measured} | {row.meaning} |" for row in rows]
-        return "\n".join(lines)
+def table(recurrent: Report, medusa: Report) -> str:
+    """Format the README's table in Markdown."""
+    assert recurrent.native is not None and medusa.tree is not None
+    questions = recurrent.native.greedy_match.sequences
     lines = [
-        f"| figure | measured | on new answers ({1 - share:.0%}) | what it is |",
-        "|---|---|---|---|",
+        f"| measured on {questions} new questions, with {medusa.tree.nodes} guesses per forward"
+        " | recurrent heads | Medusa heads |",
+        "|---|---|---|",
     ]
-    lines += [f"| {row.figure} | {row.measured} | {row.on_new} | {row.meaning} |" for row in rows]
+    for figure, one, other in zip(FIGURES, figures(recurrent), figures(medusa), strict=True):
+        lines.append(f"| {figure} | {one} | {other} |")
     return "\n".join(lines)
 
 
-def main(run: str) -> None:
-    found = json.loads(Path(run, "report.json").read_text(encoding="utf-8"))
-    report = from_json(Report, found)
+def main(recurrent: str, medusa: str) -> None:
+    """Replace the README's table by the figures of two demos."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(before + BEGIN + table(report) + END + rest.partition(END)[2], encoding="utf-8")
+    written = table(read_report(recurrent), read_report(medusa))
+    PAGE.write_text(before + BEGIN + written + END + rest.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

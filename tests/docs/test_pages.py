@@ -67,11 +67,6 @@ def test_every_relative_link_and_anchor_resolves(page):
         assert not anchor or anchor in anchors(target), f"{page} links to {link}"
 
 
-def test_every_page_is_linked_from_the_readme():
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f"docs/{page.name}" in text("README.md"), page.name
-
-
 def test_every_page_is_in_the_site_s_navigation():
     navigation = text("mkdocs.yml").partition("\nnav:\n")[2].partition("\ntheme:\n")[0]
     for page in (ROOT / "docs").glob("*.md"):
@@ -94,7 +89,7 @@ def test_every_command_exists_and_every_file_that_it_runs(page):
                 assert (ROOT / "benchmarks" / f"{word.partition('.')[2]}.py").is_file(), line
 
 
-@pytest.mark.parametrize("page", PROSE)
+@pytest.mark.parametrize("page", sorted(set(PROSE) - {"CHANGELOG.md"}))  # it names removed keys
 def test_every_key_that_is_named_exists(page):
     prose = re.sub(r"```.*?```", "", text(page), flags=re.DOTALL)
     key = re.compile(
@@ -188,11 +183,7 @@ def test_measured_claims_are_those_of_the_results():
 
 
 def test_the_readme_s_figures_are_those_that_the_script_writes():
-    script = ast.parse((ROOT / "scripts" / "write_demo.py").read_text())
-    figures = []
-    for node in ast.walk(script):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Row":
-            figures.append(ast.literal_eval(node.args[0]))
-    block = text("README.md").partition("<!-- demo -->\n")[2].partition("\n<!-- /demo -->")[0]
-    written = [row.split("|")[1].strip() for row in block.splitlines()[2:]]
-    assert written == figures and len(figures) == 8, "run python scripts/write_demo.py runs/demo"
+    names = runpy.run_path(str(ROOT / "scripts" / "write_demo.py"))
+    block = text("README.md").partition(names["BEGIN"])[2].partition(names["END"])[0]
+    written = tuple(row.split("|")[1].strip() for row in block.splitlines()[2:])
+    assert written == names["FIGURES"], "run python scripts/write_demo.py"

@@ -36,17 +36,10 @@ def place(tmp_path, finished_run, make_settings, monkeypatch):
     return tmp_path
 
 
-def test_the_readme_s_python_runs(place, finished_run, monkeypatch, capsys):
-    asked = []
-
-    def finished(config: Config) -> Run:
-        asked.append(config)
-        return open_run(finished_run.path)
-
-    monkeypatch.setattr(pipeline.api.runs, "run_flow", finished)
+def test_the_readme_s_python_runs(place, capsys):
     (block,) = python_blocks("README.md")
     exec(compile(block, "README.md", "exec"), {})
-    assert asked[0].train.num_heads == 4 and capsys.readouterr().out
+    assert re.search(r"\d+ tokens in \d+ steps", capsys.readouterr().out)
 
 
 @pytest.mark.slow
