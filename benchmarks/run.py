@@ -29,7 +29,6 @@ BENCHMARKS = {
     "train": "training from the cache, over computing states online",
     "head_loss": "a head's loss in chunks with a large vocabulary",
     "architectures": "families of models, kept or refused (10 minutes)",
-    "medusa2": "a step of heads and backbone",
     NEEDS_GPU: "features, training and decoding of a target of Mistral-7B's shape; needs a GPU",
     "ladder": "recipes compared on one target; needs `make demo`, or `benchmarks.ladder CONFIG`",
     "recipe": "what `auto` chooses, against a grid (50 minutes)",

@@ -14,7 +14,6 @@ from pipeline.decoding.decoder import Decoder, acceleration_rate
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import ConfigError
 from pipeline.report.plots import draw_plots
-from pipeline.report.report import Report
 from pipeline.run.reporting import drawing_data
 from tests.flows.tiny import latest, run_again, stages_run, token_rows
 
@@ -31,7 +30,7 @@ CHANGES = {
 @pytest.mark.parametrize("kind", CHANGES)
 def test_the_expected_rate_is_decoded_and_the_tree_exported(copied_run, again, kind):
     changes, choices_file = CHANGES[kind]
-    run = again(calibrate__tree="dynamic", check__studies=["trees", "heads"], **changes)
+    run = again(calibrate__tree="dynamic", check__studies=["trees"], **changes)
     tree = DynamicTree(8, 3, 10)
     found, summary = open_run(run.path), latest(run, "calibrate").summary["tree"]
     stored = json.loads((run.path / "latest/calibrate/tree.json").read_text())
@@ -86,7 +85,7 @@ def test_the_size_is_chosen_by_what_dynamic_trees_cost(
     assert tree["nodes"] == tree["dynamic"]["num_nodes"] <= 3
     rates = [size["expected_acceleration_rate"] for size in tree["sizes"]]
     assert rates == sorted(rates) and len(rates) == 5
-    assert "tree" not in draw_plots(Report(), drawing_data(run)), "its paths are another tree's"
+    assert "tree" not in draw_plots(drawing_data(run)), "its paths are another tree's"
 
 
 def test_a_tree_of_one_s_own_does_not_grow(make_config, tmp_path):

@@ -15,8 +15,7 @@ from pipeline.storage.atomic import JsonObject
 from pipeline.storage.receipts import Summary
 
 PLAIN, HEADS = "plain", "heads"  # methods of decoding in vLLM; others have their own names
-# Names in the study of trees.
-STOCK_TREE, SEARCHED_TREE = "stock (Vicuna-7B's)", "searched, stock size"
+STOCK_TREE = "stock (Vicuna-7B's)"  # in the study of trees
 LEAST_SHORTFALL = 0.1  # tokens per step
 LEAST_LEARNED = 0.1  # share of the labels that guessing by frequency misses
 
@@ -129,10 +128,9 @@ class Baseline(Speed):
 
 @result
 class TreeRow(Speed):
-    """The speed with one tree in the study `trees`, or with one number of heads in `heads`."""
+    """The speed with one tree in the study `trees`."""
 
-    tree: str | None = None
-    heads: int | None = None
+    tree: str
     nodes: int
 
 
@@ -171,7 +169,6 @@ class Studies:
     """The rows of each study; None for a study that was not run."""
 
     trees: list[TreeRow] | None = None
-    heads: list[TreeRow] | None = None
     load: list[LoadRow] | None = None
 
 

@@ -12,7 +12,7 @@ from pipeline.config.running import Section
 FormatName = Literal["expanded", "shared", "reference"]
 BaselineName = Literal["generate", "prompt-lookup", "assistant", "retrieval"]
 EngineBaseline = Literal["ngram", "draft-model", "suffix"]
-StudyName = Literal["trees", "heads", "load"]
+StudyName = Literal["trees", "load"]
 
 
 class LatencyLimits(Section):
@@ -199,8 +199,8 @@ class CheckConfig(Section):
     studies: tuple[StudyName, ...] = Field(
         (),
         description=(
-            "Further measurements: candidate trees, numbers of heads; load: vLLM as a server with 1"
-            " to 64 requests at once."
+            "Further measurements: candidate trees; load: vLLM as a server with 1 to 64 requests at"
+            " once."
         ),
     )
     slo: LatencyLimits = Field(

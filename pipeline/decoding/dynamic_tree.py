@@ -64,14 +64,9 @@ class DynamicTree:
         """The number C of candidate tree nodes that the heads propose in a decoding step."""
         return self.top + (self.max_depth - 1) * self.top**2
 
-    def resized(self, num_nodes: int, max_depth: int | None = None) -> DynamicTree:
-        """Return a copy of this tree with `num_nodes` nodes and the maximum depth `max_depth`.
-
-        With `max_depth` None the depth does not change. If fewer than `num_nodes` nodes are
-        proposed, the copy has all the proposed ones.
-        """
-        widest = replace(self, num_nodes=1, max_depth=max_depth or self.max_depth)
-        return replace(widest, num_nodes=min(num_nodes, widest.num_proposed))
+    def resized(self, num_nodes: int) -> DynamicTree:
+        """Return a copy of this tree with `num_nodes` nodes, or all proposed ones if fewer."""
+        return replace(self, num_nodes=min(num_nodes, self.num_proposed))
 
     def grow(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> tuple[TreeRows, Tensor]:
         """Build one dynamic tree per text; return the trees and the tokens [B, N] of their rows.

@@ -19,6 +19,7 @@ from pipeline.artifacts.check_result import (
     CheckResult,
     LogitChange,
     NativeFigures,
+    Studies,
 )
 from pipeline.decoding.acceptance import greedy_acceptance
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
@@ -40,7 +41,7 @@ from pipeline.evaluation.speed import (
     take_turns,
     with_new_answers,
 )
-from pipeline.evaluation.studies import Decoding, chain_rate, run_studies
+from pipeline.evaluation.studies import Decoding, chain_rate, tree_ladder
 from pipeline.evaluation.ties import (
     Comparison,
     below_best,
@@ -97,7 +98,7 @@ def check_native(
 ) -> tuple[CheckResult, AnswerLines]:
     """Check an export natively: decode every prompt plainly, with the tree and by the baselines.
 
-    The native studies in `check.studies` are run too.
+    The study `trees` is run too, if `check.studies` names it.
 
     Returns:
         The native part of a check, and the answers of plain decoding and of the heads.
@@ -140,7 +141,11 @@ def check_native(
         greedy = token_ids(measured.greedy_passes[0][PLAIN])
         decoding = Decoding(plain, accelerated, prompts, greedy)
         chain = chain_rate(decoding, layout.num_speculative_tokens)
-        studies = run_studies(decoding, settings, request.calibration, progress)
+        studies = None
+        if "trees" in settings.studies:
+            assert request.calibration is not None
+            progress.begin("study of trees", 0)
+            studies = Studies(trees=tree_ladder(decoding, request.calibration))
         comparison = measured.comparison(ACCELERATED)
         figures = native_figures(measured, comparison)
     figures = replace(figures, chain=chain, studies=studies)

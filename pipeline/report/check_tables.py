@@ -5,7 +5,6 @@ An unknown cell is `-`. The table of a measurement that was not made has no rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeline.artifacts.check_result import (
@@ -14,7 +13,6 @@ from pipeline.artifacts.check_result import (
     EngineFigures,
     NativeFigures,
     Percentiles,
-    TreeRow,
     VllmFigures,
 )
 from pipeline.artifacts.tree_file import TreeFigures
@@ -30,12 +28,6 @@ from pipeline.report.facts import (
 from pipeline.report.report import Report
 from pipeline.report.speeds import is_disturbed, speed_cell
 from pipeline.report.text_table import Table
-
-COSTS = ("acceleration rate", "step time", "speed")
-RELATIVE = (
-    "Step time and speed are relative to the export's own tree, whose overhead and speedup the"
-    " check measures."
-)
 
 
 def check_table(report: Report) -> Table:
@@ -178,27 +170,20 @@ def categories_table(report: Report) -> Table:
 
 def study_tables(report: Report) -> dict[str, Table]:
     """Build the report's tables of studies, by name; the table of a study not run has no rows."""
-    studies = report.studies
-    trees = Table("Study: trees", ["tree", "nodes", *COSTS])
+    columns = ["tree", "nodes", "acceleration rate", "step time", "speed"]
+    trees = Table("Study: trees", columns)
     trees.note = (
-        f"Trees from the top-1 chain to the export's own, on all the check's prompts. {RELATIVE}"
+        "Trees from the top-1 chain to the export's own, on all the check's prompts. Step time and"
+        " speed are relative to the export's own tree, whose overhead and speedup the check"
+        " measures."
     )
-    rows = studies.trees or []
+    rows = report.studies.trees or []
     for row in rows[1:]:  # after plain decoding
-        trees.add(str(row.tree), count(row.nodes), *_costs(row, rows))
-    heads = Table("Study: heads used", ["heads", "nodes", *COSTS])
-    heads.note = f"The export's tree, cut at each depth. {RELATIVE}"
-    rows = studies.heads or []
-    for row in rows:
-        heads.add(count(row.heads), count(row.nodes), *_costs(row, rows))
-    return {"study_trees": trees, "study_heads": heads, "study_load": _load_study(report)}
-
-
-def _costs(row: TreeRow, rows: Sequence[TreeRow]) -> tuple[str, str, str]:
-    """Format a tree's acceleration rate, and its step time and speed relative to the last tree."""
-    own = rows[-1]
-    cells = times(quotient(row.overhead, own.overhead)), times(quotient(row.speedup, own.speedup))
-    return ratio(row.acceleration_rate), *cells
+        own = rows[-1]
+        step_time = times(quotient(row.overhead, own.overhead))
+        speed = times(quotient(row.speedup, own.speedup))
+        trees.add(row.tree, count(row.nodes), ratio(row.acceleration_rate), step_time, speed)
+    return {"study_trees": trees, "study_load": _load_study(report)}
 
 
 def _load_study(report: Report) -> Table:

@@ -131,7 +131,7 @@ def render_html(report: Report, extras: Extras) -> str:
         outcomes=report_outcomes(report),
         warnings=report_warnings(report),
         tables=report_tables(report, extras),
-        plots={name: Markup(drawing) for name, drawing in draw_plots(report, extras).items()},
+        plots={name: Markup(drawing) for name, drawing in draw_plots(extras).items()},
         samples=extras.samples,
         css=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
     )

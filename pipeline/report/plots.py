@@ -19,9 +19,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.artifacts.check_result import LoadRow
 from pipeline.decoding.tree import TreePath
-from pipeline.report.report import CurvePoint, Extras, Report
+from pipeline.report.report import CurvePoint, Extras
 
 # Placeholder colours, replaced by CSS variables in `_render_svg`.
 INK, MUTED, LINE, CARD, ACCENT = (f"#0000{i:02x}" for i in range(1, 6))
@@ -55,17 +54,15 @@ WIDTH = 5.0  # inches: text of 10 units is 9 pixels high on a phone and 14 on a 
 MAX_POINTS = 120  # per curve: keeps curves readable and the page small
 
 
-def draw_plots(report: Report, extras: Extras) -> dict[str, str]:
+def draw_plots(extras: Extras) -> dict[str, str]:
     """Draw the report's plots as `<svg>` elements, by name; plots without data are left out."""
     plots = {}
-    calibration, studies = extras.calibration, report.studies
+    calibration = extras.calibration
     with matplotlib.style.context(["default", SETTINGS]):
         if extras.losses:
             plots["losses"] = plot_head_losses(extras.losses, extras.held_out)
         if calibration and not calibration.dynamic:
             plots["tree"] = plot_tree(calibration.choices, calibration.node_shares)
-        if studies.load:
-            plots["study_load"] = plot_loads(studies.load)
         return {name: _render_svg(axes, name) for name, axes in plots.items()}
 
 
@@ -103,9 +100,6 @@ def _render_svg(axes: Axes, name: str) -> str:
     return text.strip()
 
 
-# --- curves
-
-
 def plot_head_losses(steps: Sequence[CurvePoint], held_out: Sequence[CurvePoint]) -> Axes:
     """Plot each head's training loss by step, and its held-out loss dashed, for the report."""
     axes = _axes("optimizer step", "cross-entropy (nats)")
@@ -126,37 +120,6 @@ def _plot_losses(axes: Axes, points: Sequence[CurvePoint], k: int, **style: Any)
         parts = np.array_split(curve, MAX_POINTS)
         curve = np.stack([part.mean(axis=0) for part in parts])
     axes.plot(*curve.T, **style)
-
-
-def plot_loads(rows: Sequence[LoadRow]) -> Axes:
-    """Plot tokens per second of plain vLLM and of each method, by requests at once."""
-    axes = _axes("requests at once", "tokens/s")
-    by_method: dict[str, list[LoadRow]] = {}
-    for row in rows:
-        by_method.setdefault(row.method, []).append(row)
-    first = next(iter(by_method.values()))
-    loads = [row.requests for row in first]
-    plain = [row.baseline_tokens_per_second for row in first]
-    _plot_curve(axes, loads, plain, color=MUTED, label="plain")
-    for place, (method, of_method) in enumerate(by_method.items()):
-        speeds = [row.tokens_per_second for row in of_method]
-        colour = SERIES[place % len(SERIES)]
-        _plot_curve(axes, loads, speeds, color=colour, label=method)
-    _powers_of_two(axes, loads)
-    return axes
-
-
-def _plot_curve(axes: Axes, x: Sequence[int], y: Sequence[float | None], **style: Any) -> None:
-    """Plot a curve with a marker at each point; None leaves a gap."""
-    axes.plot(x, np.array(y, dtype=float), marker="o", **style)
-
-
-def _powers_of_two(axes: Axes, ticks: Sequence[int]) -> None:
-    """Give a plot a base-2 logarithmic x axis with these ticks, and a y axis from 0."""
-    axes.set_ylim(bottom=0)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, list(map(str, ticks)))
-    axes.minorticks_off()
 
 
 # --- the tree (paper, section 2.3.3)

@@ -74,7 +74,7 @@ from pipeline.targets.spec import (
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 30
+VERSION = 31
 FIGURES = {
     "native.acceleration_rate": "native acceleration rate",
     "native.speedup": "native speedup",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from pipeline.config import PlacementConfig
 from pipeline.evaluation.batch_limits import (
     GPUS,
@@ -16,17 +14,6 @@ from pipeline.targets.sizes import TargetSizes
 
 HALF = TargetSizes(parameters=7, linear=5, adapted=2, itemsize=2, stored_bits=16)
 SINGLE = TargetSizes(parameters=7, linear=5, adapted=2, itemsize=4, stored_bits=32)
-
-
-@pytest.mark.parametrize("name", GPUS)
-@pytest.mark.parametrize("bytes_per_weight", [0.5, 1, 2])
-def test_reading_takes_longer_than_computing_up_to_the_bound(name, bytes_per_weight):
-    """The seconds of a step of a target of 7 billion weights."""
-    gpu, weights = GPUS[name], 7e9
-    reading = weights * bytes_per_weight / (gpu.bandwidth_gbs * 1e9)
-    per_token = 2 * weights / (gpu.tflops * 1e12)
-    tokens = memory_bound_tokens(gpu, bytes_per_weight)
-    assert tokens * per_token <= reading < (tokens + 1) * per_token
 
 
 def test_the_bound_is_that_calculated_by_hand():
@@ -45,21 +32,6 @@ def test_memory_holds_sequences_beside_the_weights():
     assert sequence == 2 * 2**30
     assert sequences_in_memory(80 * 2**30, weights, sequence) == 33
     assert sequences_in_memory(8 * 2**30, weights, sequence) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "units", "per_clock", "ghz", "bits", "gbps"),
-    [
-        ("NVIDIA A100-SXM4-40GB", 108, 2048, 1.41, 5120, 2.43),
-        ("NVIDIA GeForce RTX 3090", 82, 512, 1.695, 384, 19.5),
-        ("NVIDIA GeForce RTX 4090", 128, 512, 2.52, 384, 21),
-    ],
-)
-def test_data_sheets_agree_with_the_chips_clocks(name, units, per_clock, ghz, bits, gbps):
-    """Dense bfloat16 operations per clock and multiprocessor; memory's width and rate per pin."""
-    gpu = GPUS[name]
-    assert gpu.tflops == pytest.approx(units * per_clock * ghz / 1000, rel=0.01)
-    assert gpu.bandwidth_gbs == pytest.approx(bits * gbps / 8, rel=0.01)
 
 
 def test_settings_come_before_the_data_sheet_of_16_bits():

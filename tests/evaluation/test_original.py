@@ -40,14 +40,6 @@ def test_drift_is_of_every_source_and_every_answer(monkeypatch):
         assert text == list(range(len(text))), "the row's own text before the answer's part"
 
 
-def test_drift_is_of_at_most_the_limit_of_conversations(monkeypatch):
-    monkeypatch.setattr(original, "NUM_CONVERSATIONS", 4)
-    rows = [row_of([2], f"{name}:{n}#{turn}") for name in "ab" for n in range(5) for turn in (0, 1)]
-    found = [prompt.id for prompt, _ in drift_answers(rows, 1000)]
-    assert sorted(name[0] for name in found) == ["a", "a", "b", "b"]
-    assert len({name.partition("#")[0] for name in found}) == 4
-
-
 def test_drift_is_measured_where_the_original_wrote(tiny_target, tmp_path):
     model, tuned = (AutoModelForCausalLM.from_pretrained(tiny_target) for _ in range(2))
     torch.nn.init.normal_(tuned.lm_head.weight, std=0.1)

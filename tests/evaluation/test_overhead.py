@@ -106,24 +106,6 @@ def test_the_fastest_number_of_threads_is_set_for_a_while(plain, monkeypatch, co
         torch.set_num_threads(before)
 
 
-def test_one_thread_is_not_tried_against_itself(plain, monkeypatch):
-    """The first steps, which are slow, are made all the same."""
-    before, asked = torch.get_num_threads(), []
-
-    def seconds(*_):
-        asked.append(torch.get_num_threads())
-        return [0.01]
-
-    monkeypatch.setattr(overhead, "step_seconds", seconds)
-    try:
-        torch.set_num_threads(1)
-        with fastest_threads(plain, [5]) as threads:
-            assert threads == torch.get_num_threads() == 1
-        assert asked == [1]
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(
     ("costs", "drafted"),
     [

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import AutoTokenizer
 
 from pipeline.artifacts.generated_rows import TokenRow, read_token_rows
 from pipeline.config import CheckConfig
@@ -67,14 +67,6 @@ def token_row(id: str, split: str = "check", answers: tuple[int, ...] = (2,)) ->
     """A row with answers of three tokens, which begin at these places."""
     spans = [Span(start, start + 3, "assistant") for start in answers]
     return TokenRow(id, id.partition("#")[0], split, np.arange(spans[-1].end), spans)
-
-
-def test_each_source_gives_its_share_of_the_prompts():
-    """Sources are read one after another."""
-    sources = {"first": 3000, "second": 3000, "third": 1000}
-    rows = [token_row(f"{name}:{n}") for name, size in sources.items() for n in range(size)]
-    shares = Counter(prompt.category for prompt in held_out_prompts(rows, 28, ROOM).kept)
-    assert shares == {"first": 12, "second": 12, "third": 4}
 
 
 def test_each_category_of_a_source_gives_its_share():
@@ -153,14 +145,6 @@ def test_questions_are_drawn_from_every_category_in_order():
     assert drawn == [question for question in asked if question in drawn]
 
 
-def test_an_earlier_turn_is_asked_where_no_later_one_fits(generated, rows):
-    firsts = sorted(row["spans"][0]["start"] for row in rows.values())
-    found = held_out_prompts(generated, 100, firsts[3])
-    assert len(found.kept) == sum(first <= firsts[3] for first in firsts)
-    assert all(len(prompt.ids) <= firsts[3] for prompt in found.kept)
-    assert len(found.kept) + found.skipped == len(rows)
-
-
 @pytest.fixture
 def ask(tiny_target, tmp_path):
     def run(*questions: dict, **settings):
@@ -173,13 +157,11 @@ def ask(tiny_target, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("rule", [{}, {"acceptance": "typical", "temperature": 0.7}])
-def test_a_second_turn_follows_the_target_s_own_answer(ask, tiny_target, model, rule):
-    """Also by typical acceptance with a greedy first token, which is deterministic."""
+def test_a_second_turn_follows_the_target_s_own_answer(ask, tiny_target, model):
     questions = [
         {"question_id": n, "category": "c", "turns": [f"why {n}?", "how?"]} for n in range(6)
     ]
-    found = ask(*questions, max_new_tokens=16, **rule)
+    found = ask(*questions, max_new_tokens=16)
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
     settings = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": EOS, "pad_token_id": 1}
 
@@ -227,12 +209,6 @@ def test_prompts_may_fill_the_context_or_the_check_s_limit(
     assert context_length(with_room(spec, CheckConfig(max_tokens=of_check))) == context
 
 
-def test_a_model_without_context_has_the_target_s_limit(monkeypatch, tiny_target):
-    monkeypatch.setattr("pipeline.targets.spec.model_config", lambda spec: PretrainedConfig())
-    spec = TargetSpec(str(tiny_target), max_tokens=64)
-    assert context_length(with_room(spec, CheckConfig())) == 64
-
-
 def test_no_engine_starts_for_questions_of_one_turn(ask, tiny_target, monkeypatch):
     monkeypatch.setattr(prompts, "make_generation_engine", None)
     found = ask({"turns": ["why?"]}, {"turns": ["how?"]})
@@ -257,12 +233,7 @@ def question(number: int, source_id: str | None) -> Conversation:
     return Conversation(f"q:{number}", (Message("user", "why?"),), source_id)
 
 
-def test_ids_with_leading_zeros_stay_different():
-    names = ["001", "1", "007", "٣"]
+def test_question_ids_are_unique_and_integers_where_they_are_written_so():
+    names = ["81", "001", "1", "٣", None, "b", "b"]
     ids = question_ids([question(n, name) for n, name in enumerate(names)])
-    assert ids == ["001", 1, "007", "٣"]
-
-
-def test_missing_and_repeated_question_ids_are_replaced():
-    ids = question_ids([question(n, name) for n, name in enumerate(["81", "a", None, "b", "b"])])
-    assert ids == [81, "a", "q:2", "q:3", "q:4"]
+    assert ids == [81, "001", 1, "٣", "q:4", "q:5", "q:6"]

@@ -195,9 +195,3 @@ def test_all_servers_are_asked_alike(tiny_target, monkeypatch):
     assert [row.requests for row in found] == [1, 2, 4, 8, 16, 32, 64]
     assert {row.method for row in found} == {"heads"} and failed == {"ngram": "It died."}
     assert {row.baseline_tokens_per_second for row in found} == {100.0}
-
-
-def test_a_row_has_the_range_of_several_passes():
-    passes = replace(measured(num_tokens=100), speeds=[100.0, 50.0, 25.0])
-    (row,) = load_rows([measured()], [passes], LatencyLimits(), "ngram")
-    assert (row.method, row.range, row.baseline_range) == ("ngram", [25.0, 100.0], None)

@@ -48,12 +48,6 @@ def test_the_rate_one_at_a_time_is_that_of_the_prompts_decoded_so():
     assert (in_turn.acceleration_rate, at_once.acceleration_rate) == (4.0, 2.5)
 
 
-def test_one_prompt_has_one_load():
-    texts = VLLMTexts([[1, 2]], [[1]], [1.0], [{0: 1.0}])
-    method = served_method("ngram", CONFIG, [Prompt("a", [1])], texts, MATCH)
-    assert [row.requests for row in load_rows_of_check(method, texts, texts)] == [1]
-
-
 def test_a_few_prompts_are_decoded_in_turn():
     """Each of another question, from anywhere in the file."""
     prompts = [Prompt(str(place), [place], question_id=place // 2) for place in range(40)]

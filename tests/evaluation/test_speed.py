@@ -17,7 +17,6 @@ from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import (
     CannotDecode,
     baseline,
-    baseline_figures,
     by_category,
     check_speed,
     take_turns,
@@ -80,14 +79,6 @@ def test_seen_answers_are_not_in_the_rate_on_new_ones():
     figures = EngineFigures(acceleration_rate=3.0, greedy_match=GreedyMatch(10, 10, 0))
     found = with_new_answers(figures, request, [[7]] * 2 + [[8]] * 8, [[9]] * 2 + [[1, 2]] * 8)
     assert (found.seen_share, found.new.answers, found.new.acceleration_rate) == (0.2, 8, 1.5)
-
-
-def test_another_method_is_measured_against_plain_decoding():
-    other = [decoded([2] * 4, 0.4), decoded([1] * 4, 0.2)]  # 12 tokens in 8 steps and 0.6 s
-    found = baseline_figures(PROMPTS, [{"plain": PLAIN, "generate": other}], "generate")
-    assert found.acceleration_rate == pytest.approx(12 / 8)
-    assert found.speedup == pytest.approx(2.0) and found.tokens_per_second == pytest.approx(20.0)
-    assert found.range is None, "one repeat has none"
 
 
 def test_methods_take_turns_and_each_answer_is_counted():

@@ -7,27 +7,21 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.artifacts.check_result import CheckFigures, GreedyMatch, NativeFigures
+from pipeline.artifacts.check_result import CheckFigures, GreedyMatch, NativeFigures, Studies
 from pipeline.artifacts.tree_file import Calibration, read_calibration
-from pipeline.config import CheckConfig
 from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import replay
 from pipeline.decoding.tree import cartesian_tree, stock_tree
 from pipeline.evaluation.answer_states import answer_states, guess_ranks
 from pipeline.evaluation.prompts import Prompt, held_out_prompts
-from pipeline.evaluation.studies import Decoding, run_studies, searched_tree
+from pipeline.evaluation.studies import Decoding, tree_ladder
 from pipeline.export.directory import read_heads
 from pipeline.report.documents import report_texts
 from pipeline.report.report import Extras, Report
 from tests.flows.tiny import token_rows
 
 TREE = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
-
-
-def settings(*names: str, **changes) -> CheckConfig:
-    usual = {"max_new_tokens": 10, "engines": ("native",), "studies": names}
-    return CheckConfig(**usual | changes)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +51,7 @@ def decoding(model, finished_run, prompts) -> Decoding:
 
 
 def test_the_ladder_ends_with_the_export_s_tree(decoding, calibration):
-    rows = run_studies(decoding, settings("trees"), calibration).trees
+    rows = tree_ladder(decoding, calibration)
     assert [(row.tree, row.nodes) for row in rows] == [
         ("plain", 0),
         ("top-1 chain", 3),
@@ -89,41 +83,23 @@ def test_a_replay_of_plain_text_finds_the_rate_of_decoding(exact, finished_run, 
         assert replay(ranks, choices).acceleration_rate == expected
 
 
-def test_the_stock_size_tree_is_searched_or_from_accuracies(calibration):
-    own = replace(calibration, accuracies=[[0.5, 0.1], [0.4, 0.2]], searched=None)
-    assert searched_tree(own) == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
-    assert searched_tree(replace(own, searched=((0,), (1,)))) == ((0,), (1,))
-
-
-@pytest.mark.parametrize("tree", [TREE, DynamicTree(8, 3, 4)], ids=["static", "dynamic"])
-def test_heads_are_used_up_to_each_depth_of_the_tree(exact, prompts, calibration, tree):
+def test_a_dynamic_tree_is_compared_with_a_static_one(exact, prompts, calibration):
     plain = plain_decoder(exact[0], eos_token_ids=(1,))
-    medusa = Decoder(*exact, tree, eos_token_ids=(1,))
+    medusa = Decoder(*exact, DynamicTree(8, 3, 4), eos_token_ids=(1,))
     texts = [plain.generate(prompt.ids, 10).token_ids for prompt in prompts]
-    decoding = Decoding(plain, medusa, prompts, texts)
-    found = run_studies(decoding, settings("trees", "heads"), calibration)
-    assert [row.heads for row in found.heads] == [1, 2, 3]
-    for row in found.heads:
-        cut = [path for path in TREE if len(path) <= row.heads]
-        if tree is not TREE:
-            cut = tree.resized(8, row.heads)
-        decoder = Decoder(*exact, cut, eos_token_ids=(1,))
-        decoded = [decoder.generate(prompt.ids, 10) for prompt in prompts]
-        assert row.acceleration_rate == pytest.approx(acceleration_rate(decoded), abs=1e-4)
-        assert row.nodes == decoder.tree.num_nodes
-    assert found.heads[-1].acceleration_rate == found.trees[-1].acceleration_rate
-    if tree is not TREE:
-        names = ["searched, the export's size", "the export's, dynamic"]
-        assert [row.tree for row in found.trees[-2:]] == names
+    *_, static, own = tree_ladder(Decoding(plain, medusa, prompts, texts), calibration)
+    assert (static.tree, own.tree) == ("searched, the export's size", "the export's, dynamic")
+    assert own.nodes == 8
+    decoded = [medusa.generate(prompt.ids, 10) for prompt in prompts]
+    assert own.acceleration_rate == pytest.approx(acceleration_rate(decoded), abs=1e-4)
 
 
 def test_answers_without_a_step_have_no_figures(decoding, calibration):
     decoding = replace(decoding, answers=[text[:1] for text in decoding.answers])
-    asked = settings("trees", "heads", max_new_tokens=1)
-    found = run_studies(decoding, asked, calibration)
-    assert {row.speedup for row in (*found.trees, *found.heads)} == {None}
+    rows = tree_ladder(decoding, calibration)
+    assert {row.speedup for row in rows} == {None}
     match = GreedyMatch(1, 1, 0)
-    native = NativeFigures(acceleration_rate=1.0, greedy_match=match, studies=found)
+    studies = Studies(trees=rows)
+    native = NativeFigures(acceleration_rate=1.0, greedy_match=match, studies=studies)
     check = CheckFigures(native=native, passed=True, failures=[])
     assert report_texts(Report(check=check), Extras())
-    assert run_studies(decoding, settings(), None) is None

@@ -4,7 +4,6 @@ exists here.
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import jsonschema
 import ray
 import ray.runtime_env
 import yaml
-
-from pipeline.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
@@ -50,10 +47,3 @@ def test_the_rayjob_is_valid_and_workers_share_the_results():
         assert container["resources"]["limits"] == container["resources"]["requests"], (
             "Ray counts the limits"
         )
-
-
-def test_the_job_s_flow_and_settings_exist():
-    program, flow, *overrides = shlex.split(read("rayjob.yaml")["spec"]["entrypoint"])
-    assert program == "python" and (ROOT / flow).is_file()
-    config = load_config(ROOT / "configs" / "zephyr-7b.yaml", overrides)
-    assert str(config.run.root) == "/mnt/runs" and config.placement.generate.workers == "auto"

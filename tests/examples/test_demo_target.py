@@ -4,8 +4,6 @@ says it is.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -75,25 +73,11 @@ def test_transformers_loads_a_llama_with_heads_of_64(model, tokenizer, trained):
     assert {path.suffix for path in trained[0].iterdir()} == {".safetensors", ".json", ".jinja"}
 
 
-def test_its_template_reads_like_zephyrs(tokenizer):
-    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert rendered == "<|system|>\nBe kind.</s>\n<|user|>\nHello</s>\n<|assistant|>\n"
-    for mark in ("<|system|>", "<|user|>", "<|assistant|>", "</s>"):
-        assert len(tokenizer.encode(mark, add_special_tokens=False)) == 1
-
-
 @settings(max_examples=20, deadline=None)
 @given(st.text(max_size=60))
 def test_any_text_decodes_to_itself(tokenizer, text):
     encoded = tokenizer.encode(text.replace("<", ""), add_special_tokens=False)
     assert tokenizer.decode(encoded) == text.replace("<", "")
-
-
-def test_training_learns_and_reports_each_step(trained):
-    _, record, seen = trained
-    assert seen == list(range(1, 13)) and record["steps"] == 12
-    assert record["final_loss"] < math.log(500)  # the loss of an untrained model
 
 
 def test_a_seed_fixes_weights_without_the_global_generator(tmp_path):
@@ -116,11 +100,6 @@ def test_an_interrupted_training_leaves_nothing(tmp_path):
     with pytest.raises(DataError):
         demo.train_demo_target([], tmp_path / "demo")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_target_is_never_overwritten(trained):
-    with pytest.raises(FileExistsError):
-        demo.train_demo_target(conversations(), trained[0], steps=1)
 
 
 def test_each_round_learns_every_conversation_once_from_its_start():

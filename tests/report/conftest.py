@@ -26,7 +26,6 @@ SPEED = {"acceleration_rate": 1.9, "overhead": 1.2, "speedup": 1.583}
 RATES = {"tokens_per_second": 812.0, "baseline_tokens_per_second": 507.0, "speedup": 1.6}
 STUDIES: dict[str, Any] = {
     "trees": [{"tree": "plain", "nodes": 0, **SPEED}, {"tree": "top-1 chain", "nodes": 4, **SPEED}],
-    "heads": [{"heads": 1, "nodes": 2, **SPEED}],
 }
 
 TREE: dict[str, Any] = {

@@ -105,7 +105,6 @@ def test_markdown_has_the_numbers_of_the_report(report, extras):
     assert tables["Categories"][1] == ["heads", "2.50 (1.60x)", "1.10 (1.60x)"]
     assert dict(tables["Drift"][1:])["perplexity, change"] == "+1.2%"
     assert tables["Study: trees"][1] == ["top-1 chain", "4", "1.90", "1.00x", "1.00x"]
-    assert tables["Study: heads used"][1] == ["1", "2", "1.90", "1.00x", "1.00x"]
     own = ["0", "the target's own token"]
     assert [row[:2] for row in tables["Tree"][1:]] == [own, ["1", "2"], ["2", "3"]]
     assert sum(float(row[2]) for row in tables["Tree"][1:]) == pytest.approx(2.098, abs=0.01)
@@ -134,21 +133,17 @@ def test_what_has_not_run_is_called_so():
     assert "Check not run" in printed({}) and "my-run/report.html" in printed({})
 
 
-def test_every_form_states_the_reasons_of_a_failed_check(report, extras):
-    failures = ["vLLM accepted nothing.", "Row 3 differs."]
-    report["check"] |= {"passed": False, "failures": failures}
-    found = texts(report, extras)
-    for text in (found["report.md"], found["report.html"], printed(report, width=100)):
-        assert "heck failed" in text and all(failure in text for failure in failures)
-
-
-def test_every_form_states_what_a_passed_check_is_worth(report, extras):
+def test_every_form_states_what_a_check_found(report, extras):
     slow = {"tokens_per_second": 62.0, "baseline_tokens_per_second": 100.0, "speedup": 0.62}
     report["check"]["native"] |= slow | {"range": [60, 64], "baseline_range": [100, 100]}
     found = texts(report, extras)
     for text in (found["report.md"], found["report.html"], printed(report, width=100)):
         assert "Check passed: greedy text as without heads, except 1 of 64" in text
         assert "0.62x natively (0.60 to 0.64): slower with heads" in text
+    report["check"] |= {"passed": False, "failures": ["Row 3 differs."]}
+    found = texts(report, extras)
+    for text in (found["report.md"], found["report.html"], printed(report, width=100)):
+        assert "heck failed" in text and "Row 3 differs." in text
 
 
 # --- report.html
@@ -158,7 +153,7 @@ def test_page_is_whole_and_loads_and_runs_nothing(report, extras, monkeypatch):
     monkeypatch.setattr("pipeline.report.plots.draw_plots", draw_plots)
     text = html(report, extras)
     seen = Reader(text)
-    drawn = draw_plots(typed(report), from_json(Extras, extras))
+    drawn = draw_plots(from_json(Extras, extras))
     assert seen.tags.count("svg") == len(drawn) == 2
     figures = ("1.99", "1.23x", "1.61x", "31/32", "1.71", "256", "412", "62.0%", "多个词元")
     assert all(figure in seen.text for figure in figures)
@@ -209,15 +204,10 @@ def test_a_step_has_one_colour_and_its_neighbours_others(report, extras):
     assert "7 tokens in 4 steps: 1.75 a step" in text
 
 
-def test_long_prompts_are_cut(report, extras):
-    extras["samples"][0]["prompt"] = "page" * 50 + "question" * 25 + "\n"
-    assert '<p class="prompt">…' + "question" * 25 + "</p>" in html(report, extras)
-
-
 # --- terminal
 
 
-@pytest.mark.parametrize("width", [60, 100, 240])
+@pytest.mark.parametrize("width", [60, 240])
 def test_output_is_plain_and_fits_off_a_terminal(report, extras, width):
     report["target"] = "/some/where/" + "very-long-name-" * 20
     report["check"] |= {"passed": False, "failures": ["A sentence. " * 30]}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.report import plots
-from pipeline.report.report import CurvePoint, Extras, Report
+from pipeline.report.report import CurvePoint
 
 paths = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
 
@@ -52,7 +52,3 @@ def test_long_curves_are_averaged_and_not_sampled():
     points = curves_in(plots.plot_head_losses(steps, []))["head 0"]
     assert len(points) <= 300
     assert [loss for _, loss in points] == pytest.approx([0.5] * len(points), abs=0.05)
-
-
-def test_nothing_is_drawn_of_an_empty_report():
-    assert plots.draw_plots(Report(), Extras()) == {}
