@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-import pipeline.api.runs
-from pipeline import Run, open_run
-from pipeline.config import Config
+from pipeline import open_run
 
 ROOT = Path(__file__).parents[2]
 
