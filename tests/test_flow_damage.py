@@ -187,9 +187,9 @@ def test_weights_that_are_swapped_during_a_run_leave_nothing(
     own, other = weights.read_bytes(), load_file(weights)
     other["model.norm.weight"] *= 2
 
-    def swap_first(self, task):
+    def swap_first(self, *tasks):
         save_file(other, weights, {"format": "pt"})
-        return work(self, task)
+        return work(self, *tasks)
 
     config = make_config(tmp_path, target__model=str(target))
     with monkeypatch.context() as patch, pytest.raises(DataError, match=f"changed .*{weights}"):
