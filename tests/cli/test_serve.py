@@ -113,19 +113,12 @@ def test_the_target_has_the_settings_of_its_run(copied_run, tmp_path, monkeypatc
     assert server_arguments(elsewhere, None, {}, gpus=0)["chat_template"] is None
 
 
-def test_plain_serving_takes_the_target_alone(finished_run):
-    with_heads = server_arguments(finished_run.path, None, {}, gpus=0)
-    plain = server_arguments(finished_run.path, None, {}, gpus=0, plain=True)
-    settings = yaml.safe_load((finished_run.path / "run.yaml").read_text())
-    assert plain["model"] == settings["target"]["model"] != with_heads["model"]
-    assert "speculative_config" not in plain
-
-
 def test_another_number_of_draft_tokens_names_target_and_heads(finished_run):
     with_heads = server_arguments(finished_run.path, None, {}, gpus=0)
     plain = server_arguments(finished_run.path, None, {}, gpus=0, plain=True)
     drafting = server_arguments(finished_run.path, None, {}, gpus=0, draft_tokens=2)
-    assert drafting["model"] == plain["model"]
+    assert drafting["model"] == plain["model"] != with_heads["model"]
+    assert "speculative_config" not in plain
     assert drafting["speculative_config"] == {
         "method": "medusa",
         "model": with_heads["model"],
