@@ -158,7 +158,7 @@ def _compared_results(run: ComparedRun) -> dict[str, str]:
 def _comparison_notes(runs: Sequence[ComparedRun]) -> list[str]:
     """List notes on the compared runs, such as unfinished ones or different questions."""
     notes = []
-    questions, machines = set(), set()
+    questions, machines, targets = set(), set(), set()
     for run in runs:
         native = run.report.native
         if run.unfinished:
@@ -170,13 +170,15 @@ def _comparison_notes(runs: Sequence[ComparedRun]) -> list[str]:
                 f"{run.name}: other load made a step with heads faster than a plain one; its"
                 " speedup is left out."
             )
+        targets.add(run.report.target)
         if run.report.check:
             questions.add(run.questions)
             machines.add(json.dumps(run.report.hardware, sort_keys=True))
-    if len(questions) > 1:
-        notes.append("These runs were checked on different questions: their rates do not compare.")
-    if len(machines) > 1:
-        notes.append("These runs were checked on different machines: their speeds do not compare.")
-    if len({run.report.target for run in runs}) > 1:
-        notes.append("These runs were of different targets: their rates do not compare.")
+    for different, what, incomparable in (
+        (questions, "questions", "rates"),
+        (machines, "machines", "speeds"),
+        (targets, "targets", "rates"),
+    ):
+        if len(different) > 1:
+            notes.append(f"These runs have different {what}: their {incomparable} do not compare.")
     return notes

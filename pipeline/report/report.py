@@ -56,7 +56,6 @@ class StageFigures:
     positions: int | None = None
     tokens_per_second: float | None = None
     bytes_per_position: float | None = None
-    special_token_rows: int | None = None
     cut_at_tools: int | None = None
     unlearned_answers: int | None = None
     warnings: list[str] | None = None
@@ -64,7 +63,7 @@ class StageFigures:
 
 @result
 class TrainFigures(StageFigures):
-    """The train stage's figures in report.json; the last four fields are Medusa-2's."""
+    """The train stage's figures in report.json; the last two fields are Medusa-2's."""
 
     steps: int | None = None
     best_step: int | None = None
@@ -72,9 +71,7 @@ class TrainFigures(StageFigures):
     hyperparameters: dict[str, object] | None = None
     draft_coverage: float | None = None  # share of held-out text in the draft vocabulary
     recipe: str | None = None
-    quantization: str | None = None
     drift: TunedDrift | None = None
-    adapter_drift: TunedDrift | None = None  # before merging, if `drift` is after it
 
 
 @result

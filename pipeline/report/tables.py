@@ -124,12 +124,7 @@ def drift_table(report: Report) -> Table:
     train = report.train
     if not train or not train.drift:
         return table
-    sides = "The tuned target against the original"
-    if train.quantization:
-        sides += f" in {train.quantization}"
-    if train.adapter_drift:
-        sides = "The published weights against the original"
-    table.note = f"{sides}, at the target-written positions of held-out rows."
+    table.note = "The tuned target against the original, at the tokens of held-out answers."
     drift = train.drift
     perplexity = drift.perplexity or {}
     table.add("KL to the original, nats per position", show(drift.kl, ".4f"))

@@ -84,7 +84,7 @@ def assemble_report(run: RunDirectory, config: Config, without: Collection[str] 
         train = replace(train, recipe=method.recipe_name(settings))
         if check.drift is not None and check.drift.positions:
             # Training has measured the adapter, the check the published weights.
-            train = replace(train, drift=check.drift, adapter_drift=train.drift)
+            train = replace(train, drift=check.drift)
     kind = head_kind(settings.heads)
     return replace(
         report,
