@@ -76,6 +76,5 @@ def test_a_tuned_backbone_lends_its_matrices_to_the_cell(make_config, tmp_path):
         rows.append(model.lm_head.weight.detach()[tokens])
     tuned, original = rows
     torch.testing.assert_close(trained["lm_head.weight"], tuned, rtol=1e-5, atol=1e-5)
-    print(latest(run, "train").summary)
     change = (tuned - original).abs().max()
     assert change > 1e-4, "LoRA is on the lm_head, too"
