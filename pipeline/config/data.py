@@ -264,8 +264,8 @@ class GenerateConfig(Section):
         """Refuse settings that ask for several samples which would all be alike."""
         if self.samples not in ("auto", 1) and not self.can_vary:
             raise ValueError(
-                "several samples of a prompt need generate.temperature above 0, and a"
-                " generate.mode in which the target writes (replay or self-talk)"
+                "generate.samples above 1 needs generate.temperature above 0, and generate.mode"
+                " replay or self-talk"
             )
         return self
 

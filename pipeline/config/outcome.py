@@ -91,8 +91,8 @@ class CalibrateConfig(Section):
         """Refuse `calibrate.choices` together with a dynamic tree."""
         if self.choices is not None and self.tree == "dynamic":
             raise ValueError(
-                "a dynamic tree grows by itself: leave calibrate.choices out, or set"
-                " calibrate.tree: static"
+                "a dynamic tree takes no calibrate.choices: remove them, or set calibrate.tree:"
+                " static"
             )
         return self
 

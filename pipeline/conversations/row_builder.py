@@ -134,7 +134,7 @@ class Chat:
         if len(asked.ids) > self._room:
             raise RowRejected(
                 Reason.TOO_LONG,
-                f"This takes {len(asked.ids)} tokens, and there is room for {self._room}.",
+                f"The prompt has {len(asked.ids)} tokens; the limit is {self._room}.",
             )
         self._asked = asked
         return asked.ids, forgets

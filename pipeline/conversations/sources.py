@@ -124,7 +124,7 @@ class SourceReader:
         """Return the source's seed files: the path itself, or the files below it, sorted.
 
         The first rows of a directory's files are read. A file that is no seed file, or has no
-        conversation in these rows, is recorded in `skipped`. A data set on the Hub has no files.
+        conversation in these rows, is recorded in `skipped`. Empty for a data set on the Hub.
 
         Raises:
             ConfigError: There is nothing at the path.

@@ -202,7 +202,7 @@ class CapturedSteps:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            log.warning("The target's steps cannot be captured and run one by one: %s", error)
+            log.warning("CUDA graph capture failed; steps run without graphs: %s", error)
             self.captures = False
             step()
 

@@ -92,8 +92,8 @@ def compare(
 ) -> Comparison:
     """Compare a method's greedy answers with plain decoding's, token by token.
 
-    Answers of which one continues where the other ends are never tied: end tokens are part of an
-    answer, so that no other token was chosen there.
+    If one answer ends where the other continues, the difference is never a tie: end tokens are part
+    of an answer, so the shorter one has no token there.
 
     Args:
         plain, other: The answers of plain decoding, and of the method.

@@ -175,7 +175,7 @@ class Upload(ABC):
             raise ConfigError(
                 f"The repository holds something else ({', '.join(conflicting[:3])}).",
                 self.repo_id,
-                "Push to a repository of its own: engines and readers load every file there.",
+                "Push to an empty repository: engines load every file in it.",
             )
 
     def send(self, api: HfApi, existing: Any | None, private: bool) -> Receipt:

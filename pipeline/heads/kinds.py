@@ -56,7 +56,7 @@ def head_kind(name: str) -> type[Heads]:
     """Return the class of a kind of heads; raise ConfigError for an unknown name."""
     if name not in KINDS:
         raise ConfigError(
-            f'There is no kind of heads called "{name}".',
+            f'Unknown kind of heads: "{name}".',
             "train.heads",
             f"Use one of {', '.join(KINDS)}.",
         )
@@ -227,7 +227,7 @@ def _eagle_heads(
     activation = tensors.config.get("hidden_act", "silu")
     if activation != "silu":
         raise tensors.refuse(
-            f"Its activation is {activation}, and the cell's is silu.",
+            f"The draft model uses activation {activation}; only silu is supported.",
             "Measure it with the engine that it was trained for.",
         )
     inner = 1
@@ -268,7 +268,7 @@ def _build_heads(
     for name, tensor in named.items():
         found = str(tensor.dtype).removeprefix("torch.")
         if found not in DTYPES:
-            raise tensors.refuse(f"{name} is {found}.", f"Store it in {' or '.join(DTYPES)}.")
+            raise tensors.refuse(f"{name} is {found}.", f"Save it as {' or '.join(DTYPES)}.")
         dtype = torch.promote_types(dtype, tensor.dtype)
     filled = {name: tensor.detach().to("cpu", dtype) for name, tensor in named.items()}
     if left_out is not None:

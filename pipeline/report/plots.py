@@ -77,7 +77,7 @@ def _axes(x: str = "", y: str = "", height: float = 2.8) -> Axes:
 def _render_svg(axes: Axes, name: str) -> str:
     """Render a plot of the report as an `<svg>` element without style sheet.
 
-    Colours become CSS variables, and ids begin with `name`.
+    Colours become CSS variables, and ids are prefixed with `name`.
     """
     figure = axes.get_figure(root=True)
     assert figure

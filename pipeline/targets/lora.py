@@ -74,7 +74,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         raise ConfigError(
             "The target has no decoder layers that could be split over workers.",
             files.WHERE,
-            "Set train.backbone.shard: false, or choose a target whose layers transformers knows.",
+            "Set train.backbone.shard: false.",
         )
     return layers
 

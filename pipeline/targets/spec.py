@@ -337,7 +337,7 @@ def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
             raise EnvironmentFault(
                 f"The target {spec.model} is not on this machine yet; a run downloads it.",
                 files.WHERE,
-                "Run it, or download the target first.",
+                "Start the run, or download the target first.",
             )
         directory = snapshot
     names = {*files.DESCRIBING_FILES, *files.weight_names(directory)}
