@@ -132,7 +132,7 @@ def test_a_mistake_is_named_in_one_paragraph(file, word, says):
 @pytest.mark.parametrize("word", ["generate.temperature=0", "generate.mode=passthrough"])
 def test_samples_that_would_all_be_alike_are_refused(file, word):
     assert load_config(file, [word]).generate.samples == "auto"
-    with pytest.raises(ConfigError, match="generate.samples above 1 needs"):
+    with pytest.raises(ConfigError, match="samples above 1 needs"):
         load_config(file, [word, "generate.samples=2"])
 
 
