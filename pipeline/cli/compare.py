@@ -17,7 +17,6 @@ from pipeline.storage.run_directory import RunDirectory
 if TYPE_CHECKING:
     from pipeline.report.comparison import ComparedRun
 
-FINISHED = {"done", "failed", "skipped"}  # statuses of stages
 QUESTION_KEYS = {"prompts", "max_new_tokens", "max_tokens"}  # what a check asks
 
 
@@ -53,6 +52,7 @@ def compared_run(path: Path) -> ComparedRun:
     from pipeline.flow import statuses_of  # imports torch, and --help does not wait for it
     from pipeline.report.comparison import ComparedRun
     from pipeline.run.reporting import assemble_report
+    from pipeline.run.stage_status import FINISHED
 
     run, config = RunDirectory.open(path)
     states = statuses_of(run, config)

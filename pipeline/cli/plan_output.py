@@ -40,7 +40,7 @@ from pipeline.run.estimate import (
 )
 from pipeline.run.kept_seeds import count_seed_rows
 from pipeline.run.resolved import ResolvedRun
-from pipeline.run.stage_status import StageStatus, stage_statuses
+from pipeline.run.stage_status import FINISHED, StageStatus, stage_statuses
 from pipeline.stages.seeds import require_enough_rows
 from pipeline.storage.atomic import free_disk, require_free_disk
 from pipeline.storage.receipts import Summary
@@ -75,7 +75,7 @@ def print_plan(run: ResolvedRun) -> None:
     generated = statuses["generate"].finished
     earlier = newest_result(directory.store, "generate")
     size = run_size(elsewhere, seeds, generated, earlier.summary if earlier else None)
-    unfinished = [name for name, state in statuses.items() if state.status != "done"]
+    unfinished = [name for name, state in statuses.items() if state.status not in FINISHED]
     if unfinished:
         try:
             require_free_disk(directory.store, run.config.limits.min_free_disk_gb)

@@ -73,7 +73,16 @@ FORM_KEYS = {
 ANSWERS = ("output", "response", "completion")
 ID_KEYS = ("id", "question_id", "conversation_id", "prompt_id")
 MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
-"""Keys of a turn that is not learned if one of them is 0 or false."""
+NOT_LEARNED = ("0", "0.0", "false")
+"""Values of a turn's `MARKS`, as numbers, booleans or text, with which it is not learned."""
+OPTIONAL_COLUMNS = {
+    "system": ("system", "system_prompt"),
+    "history": ("history",),
+    "tools": ("tools", "functions"),
+    "category": ("category",),
+    "id": ID_KEYS,
+    "output": ANSWERS,
+}
 OTHER_KEYS = (
     "system",
     "system_prompt",
@@ -124,10 +133,11 @@ def unread_texts(row: Any, settings: RowSettings) -> dict[str, dict[str, str]]:
     question = row.get(FORM_KEYS.get(form, ""))
     if form not in ("alpaca", "prompts") or not isinstance(question, str):
         return {}
-    columns = {key: key for key in ("system", "history", "tools", "category") if row.get(key)}
-    for name in ANSWERS:
-        if row.get(name):
-            columns.setdefault("output", name)
+    columns: dict[str, str] = {}
+    for key, names in OPTIONAL_COLUMNS.items():
+        for name in names:
+            if row.get(name):
+                columns.setdefault(key, name)
     unread = {}
     for name, text in row.items():
         known = name in KNOWN_KEYS and (name, form) != ("input", "prompts")
@@ -174,17 +184,19 @@ class DumpObject:
     def renamed(self, columns: Mapping[Any, str]) -> DumpObject:
         """Return the row with its columns renamed to the keys of known forms.
 
-        Other columns are left out.
+        Other columns are left out. A row may lack a column, unless a form is known by it.
 
         Args:
             columns: The name of the column for each key.
 
         Raises:
-            RowRejected: The row lacks a column.
+            RowRejected: The row lacks a column that a form is known by.
         """
         renamed = {}
         for key, column in columns.items():
             if column not in self.fields:
+                if key not in FORM_KEYS.values():
+                    continue
                 raise RowRejected(
                     Reason.UNKNOWN_FORMAT,
                     f"There is no column `{column[:40]}`; the row is {self}.",
@@ -341,5 +353,5 @@ def _parse_turn(value: Any) -> Message:
     calls = calls_json(calls) if calls else None
     if calls and not content:
         content = ""
-    learned = all(value.get(key) != 0 for key in MARKS)
+    learned = all(str(value.get(key)).lower() not in NOT_LEARNED for key in MARKS)
     return Message(role, clean_text(content), calls, learned)

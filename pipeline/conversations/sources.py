@@ -223,7 +223,7 @@ class SourceReader:
                 count.conversations += 1
                 for column, columns in unread_texts(row, self._settings).items():
                     self.unread[column] += 1
-                    self._columns_of[column] = columns
+                    self._columns_of.setdefault(column, {}).update(columns)
             elif count.rows == 0:
                 what = f"No row is a conversation. The first one: {outcome.detail}"
             count.rows += 1

@@ -36,6 +36,7 @@ ANCHORS = ("a", ".", "\n")
 CONTEXT_CHARACTERS = 64  # at the prompt's end, used instead of an anchor; longer than any token
 MARK = "\ufdd1"  # a noncharacter, which Unicode reserves for internal use
 MARKED = re.compile(f"{MARK}(\\d+){MARK}")
+RARE_TEXT = "\U0010ffff"  # that a vocabulary without bytes writes as its unknown token
 PROBE_CALL = '[{"name": "placeholder_function", "arguments": {"place": "PlaceholderArgument"}}]'
 PROBE_WORDS = ("placeholder_function", "PlaceholderArgument", "PlaceholderResult")
 
@@ -135,11 +136,12 @@ class ChatTemplate:
         """Return the first token with an id from `least` on that a prompt can hold, with the id.
 
         A message's text can hold any token but the special ones; those count if the chat template
-        writes them. Return None if there is no such token.
+        writes them, and the unknown token if the tokenizer needs it. Return None if there is no
+        such token.
         """
         vocabulary = self._tokenizer.get_vocab()
         beyond = sorted((id, token) for token, id in vocabulary.items() if id >= least)
-        written = set(self._answer_ends)
+        written = {*self._answer_ends, *self._tokenizer.encode(RARE_TEXT, add_special_tokens=False)}
         hello = Message("user", "Hello")
         called = [Message("assistant", "", PROBE_CALL), Message("tool", "PlaceholderResult")]
         for system in ([], [Message("system", "Hello")]):
@@ -149,7 +151,7 @@ class ChatTemplate:
                 except RowRejected:
                     continue  # this template takes no system message, or no function calls
         for id, token in beyond:
-            if id in written or id not in self._special_ids:
+            if id in written or token not in self._special_texts:
                 return f"{token} ({id})"
         return None
 

@@ -86,12 +86,15 @@ def best_tree(fits: CrossFit, num_nodes: int | None, overheads: Overheads) -> Ch
             costs.setdefault((name, min(size, len(tree))), cost)
     rates = {choice: fits.replay(*choice).acceleration_rate for choice in costs}
     source, size = fastest_choice(rates, costs)
+    timed: dict[int, float] = {}
+    for each, cost in sorted(overheads.items()):
+        timed.setdefault(min(each, len(fits.whole[source])), cost)
     return ChosenTree(
         source,
         fits.whole[source][:size],
         fits.node_shares(source, size),
         fits.replay(source, size),
-        sizes=_timed_sizes({each: fits.replay(source, each) for each in overheads}, overheads),
+        sizes=_timed_sizes({each: fits.replay(source, each) for each in timed}, timed),
         searched=fits.whole[source][:STOCK_NODES],
     )
 

@@ -155,7 +155,8 @@ def rough_note(engine: EngineFigures) -> str:
         return ""
     return (
         f"Rough figures: {', and '.join(reasons)}. Check with 32 or more new questions like those"
-        " of your users: check.prompts=QUESTIONS.jsonl seeds.decontaminate=false."
+        " of your users: `run RUN_DIR check.prompts=FILE seeds.decontaminate=false`, or"
+        " `check HEADS --prompts FILE`."
     )
 
 

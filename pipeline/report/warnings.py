@@ -77,12 +77,15 @@ def _training_warnings(train: TrainFigures) -> Iterator[str]:
 def _speed_warnings(report: Report) -> Iterator[str]:
     """Yield warnings for the report about speeds that other load on the machine has changed."""
     alone: dict[str, Speed] = {}
-    batched: dict[str, Speed] = {}
+    plain: dict[str, Speed] = {}  # plain decoding's repeats are the same for all methods of a load
     if report.native:
         alone["natively"] = report.native
+        plain["natively"] = report.native
     for row in load_rows(report):
-        loads = alone if row.requests == 1 else batched
-        loads[f"in vLLM, {at_a_time(row.requests)}"] = row
+        load = f"in vLLM, {at_a_time(row.requests)}"
+        plain[load] = row
+        if row.requests == 1:
+            alone[f"{row.method} {load}"] = row
     disturbed = []
     for where, found in alone.items():
         if is_disturbed(found):
@@ -93,7 +96,7 @@ def _speed_warnings(report: Report) -> Iterator[str]:
             f" them: {'; '.join(disturbed)}. Other load slowed plain decoding. {AGAIN}"
         )
     unsteady = []
-    for where, found in {**alone, **batched}.items():
+    for where, found in plain.items():
         if found.baseline_range and found.baseline_range[1] > UNSTEADY * found.baseline_range[0]:
             unsteady.append(f"{where} {range_cell(found.baseline_range)}")
     if unsteady:

@@ -72,8 +72,9 @@ def _advice(requests: int, rows: Sequence[LoadRow], methods: dict[str, ServedMet
     )
     measured = [plain]
     for row in rows:
-        match = methods[row.method].greedy_match
-        if match is None or not match.differing:
+        method = methods[row.method]
+        match = method.greedy_match
+        if not method.failed and (match is None or not match.differing):
             measured.append(
                 Repeats.of(row.method, row.tokens_per_second, row.range, row.within_slo)
             )

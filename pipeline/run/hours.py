@@ -49,11 +49,10 @@ ENGINE_MEMORY = 0.92  # of a GPU's memory, which vLLM takes
 OPTIMIZER_BYTES = 40  # per trained parameter: read and write weight, gradient and two moments
 TIMED_SIZES = 16  # trees and chains that calibrate times
 
-# Seconds on two cores, by the README's demo (docs/images/demo.txt) and
-# benchmarks/results/serving.json. The features stage took 5.6 s for 0.9 s of work, training 22 for
-# 7.8 and generate 18 for 4.3. vLLM wrote 269 tokens/s alone and 7,656 of many requests at once; a
-# native step took 1.2 ms. A GPU's steps have no seconds of their own: the share of the bandwidth
-# was measured with them.
+# Seconds on two cores, by the recorded demo (docs/images/demo.txt) and vLLM beside it. The features
+# stage took 5.6 s for 0.9 s of work, training 22 for 7.8 and generate 18 for 4.3. vLLM wrote 269
+# tokens/s alone and 7,656 of many requests at once; a native step took 1.2 ms. A GPU's steps have
+# no seconds of their own: the share of the bandwidth was measured with them.
 WORKER = 4.7  # starts, imports torch and transformers, and loads the target
 TRAINER = 14.0  # Ray Train starts, evaluates and writes
 ENGINE = 14.0  # vLLM starts
@@ -78,7 +77,7 @@ class Rates:
         return cls(OF_PRODUCTS * operations, num_bytes)
 
     @classmethod
-    def of_gpu(cls, gpu: GpuFigures, memory: float | None) -> Rates:
+    def of_gpu(cls, gpu: GpuFigures, memory: float) -> Rates:
         """Return the rates that a GPU reaches, by its peak figures and its memory in bytes."""
         operations = OF_PEAK * gpu.tflops * 1e12
         return cls(operations, OF_PEAK_BANDWIDTH * gpu.bandwidth_gbs * 1e9, memory)
@@ -263,8 +262,9 @@ def _rates_of_device(run: ResolvedRun, target: TargetSizes, *, on_gpu: bool) -> 
         return None if is_elsewhere else Rates.measured(torch.device("cpu"), torch.float32)
     name = torch.cuda.get_device_name() if is_here else None
     gpu = gpu_figures(placement, name, target)
-    if gpu is not None:
-        return Rates.of_gpu(gpu, planned_gpu_memory(run))
+    memory = planned_gpu_memory(run)
+    if gpu is not None and memory is not None:
+        return Rates.of_gpu(gpu, memory)
     if is_here and not is_elsewhere:
         return Rates.measured(torch.device("cuda"), run.target.torch_dtype)
     return None

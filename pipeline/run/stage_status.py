@@ -15,6 +15,7 @@ from pipeline.storage.receipts import Identity, StageTotals, Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 
+FINISHED = {"done", "failed", "skipped"}  # statuses of stages that do not run
 MOST_NAMES = 4  # of changed settings
 
 

@@ -21,7 +21,7 @@ from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.storage.progress_file import SECONDS_BETWEEN_REPORTS, ProgressFile
 from pipeline.targets.spec import last_line
 
-Report = Callable[..., None]  # reports progress: part, done, total, unit, note
+Report = Callable[..., None]  # receives the fields of `Progress`
 CALL, RESULT, PROGRESS = "call.pickle", "result.pickle", "progress.json"
 
 

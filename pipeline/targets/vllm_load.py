@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from http.client import HTTPException
 from itertools import cycle, islice
 from urllib.request import urlopen
 
@@ -148,7 +149,7 @@ def _counted_in_background(address: str, texts: TextCounts, show: Report) -> Ite
     def count() -> None:
         """Count the server's texts until the block is over."""
         while not over.wait(SECONDS_BETWEEN_COUNTS):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, HTTPException, ValueError):
                 with urlopen(f"{address}/metrics", timeout=SECONDS_BETWEEN_COUNTS) as answer:
                     metrics = answer.read().decode()
                 texts.ended = int(_metric(metrics, "vllm:request_success_total"))

@@ -47,7 +47,7 @@ def test_a_full_context_forgets_all_but_the_system_message(tokenizer, template):
 
 
 @pytest.mark.parametrize(
-    ("question", "detail"), [("stone " * 40, "room for 30"), ("why \ud83d", "surrogate")]
+    ("question", "detail"), [("stone " * 40, "limit is 30"), ("why \ud83d", "surrogate")]
 )
 def test_a_rejected_or_unanswered_question_changes_nothing(question, detail, tokenizer, template):
     chat = Chat(template, room=30)

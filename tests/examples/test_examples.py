@@ -26,12 +26,15 @@ def example(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_distil(example, config_file):
-    said = example("distil", config_file, "--inline", "train.num_heads=2")
+    words = ("train.num_heads=2", "calibrate.draft_tokens=2")
+    said = example("distil", config_file, "--inline", *words)
     assert "acceleration rate" in said and "serve it: vllm serve" in said
 
 
 @pytest.mark.slow
 def test_sweep_recipes_caches_the_states_once(example, config_file, tmp_path):
+    settings = config_file.read_text()
+    config_file.write_text(settings.replace("draft_tokens: 3", "draft_tokens: auto"))
     said = example("sweep_recipes", config_file, tmp_path / "store")
     assert all(f"\n{name}" in said for name in ("as-it-is", "fewer-heads", "even-weights"))
     made = [path.name.rpartition("-")[0] for path in (tmp_path / "store").iterdir()]

@@ -16,6 +16,7 @@ from pipeline.artifacts.check_result import (
 )
 from pipeline.report.report import Report, RunFacts
 from pipeline.report.text_table import markdown_section
+from pipeline.report.warnings import report_warnings
 from pipeline.report.what_to_serve import serving_advice, what_to_serve_table
 
 EXACT = GreedyMatch(16, 16, 0)
@@ -107,6 +108,19 @@ def test_a_method_with_another_text_is_not_served():
     assert line.startswith("8 at a time: ngram, 1.20x plain")
     (line,) = lines_of(*rows, match=GreedyMatch(32, 31, 1))
     assert line.startswith("8 at a time: heads, 1.50x plain"), "it differs at a tie"
+
+
+def test_a_method_that_failed_in_the_check_is_not_served():
+    """Its text was never compared."""
+    [line] = lines_of(row("heads", 8, 50, 48, 52), row("suffix", 8, 200, 190, 210))
+    assert "plain vLLM" in line and "suffix" not in line
+
+
+def test_a_disturbed_method_is_named_also_beside_others():
+    disturbed = row("heads", 1, 272, 270, 275, speedup=2.72, acceleration_rate=1.78)
+    report = report_of(disturbed, row("ngram", 1, 100, 95, 105, speedup=1.0, acceleration_rate=1.1))
+    [warning] = [each for each in report_warnings(report) if "tokens per step" in each]
+    assert "heads" in warning and "ngram" not in warning
 
 
 def test_requests_out_of_time_do_not_count():

@@ -27,7 +27,6 @@ from pipeline.targets.transformers_engines import (
 from pipeline.targets.vllm_decode import ENOUGH_REPEATS, DecodeTask, decode_in_vllm
 from pipeline.targets.vllm_engine import VLLMFeatureEngine, VLLMGenerationEngine
 from pipeline.targets.vllm_load import LoadTask, serve_under_load
-from pipeline.targets.vllm_logits import LOGITS, LogitRequest, read_logits
 from tests.cluster import work_here
 from tests.heads.pruning import pruned
 from tests.targets.conftest import CONTEXT, EOS
@@ -55,27 +54,6 @@ def test_greedy_text_is_that_of_the_transformers_engine(engine, random_target, p
     requests = [Request(str(row), ids, 24) for row, ids in enumerate(prompts)]
     requests.append(Request("long", [9] * (CONTEXT - 3), 24))
     assert run(engine, requests) == run(TransformersGenerationEngine(random_target), requests)
-
-
-def test_logits_are_those_of_the_transformers_model(random_target, prompts):
-    engine = VLLMGenerationEngine(random_target, LOGITS)
-    asked = [LogitRequest(prompts[0], num_tokens=3, num_top=4)]
-    asked.append(LogitRequest(prompts[1], token_ids=[7, 8]))
-    try:
-        found = [read_logits(engine._running.llm, [request])[0] for request in asked]
-    finally:
-        engine.close()
-    model = load_causal_lm(random_target, "cpu", 1)
-    for request, answer in zip(asked, found, strict=True):
-        ids = torch.tensor([request.prompt_ids + answer.token_ids[:-1]])
-        with torch.inference_mode():
-            logits_TV = model(ids).logits[0, -request.num_tokens :]
-        assert answer.token_ids == logits_TV.argmax(-1).tolist()
-        for place, logits_V in zip(answer.logits, logits_TV, strict=True):
-            expected = logits_V[list(place)].tolist()
-            assert list(place.values()) == pytest.approx(expected, abs=1e-4)
-    assert [len(place) for place in found[0].logits] == [4, 4, 4]
-    assert found[1].logits[0].keys() >= {7, 8}
 
 
 def test_a_seeded_text_ends_at_its_first_stop_token(engine, prompts):
