@@ -16,8 +16,8 @@ PAGE = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- demo -->\n", "\n<!-- /demo -->"
 FIGURES = (
     "tokens per forward of the model",
-    "the same, predicted before anything was decoded",
-    "tokens per forward in vLLM, which checks one chain of guesses",
+    "the same, as predicted",
+    "tokens per forward in vLLM (one chain)",
     "tokens per second, the model alone → with heads",
     "answers identical to the model's own",
 )
