@@ -155,8 +155,8 @@ def rough_note(engine: EngineFigures) -> str:
         return ""
     return (
         f"Rough figures: {', and '.join(reasons)}. Check with 32 or more new questions like those"
-        " of your users: `run RUN_DIR check.prompts=FILE seeds.decontaminate=false`, or"
-        " `check HEADS --prompts FILE`."
+        " of your users (`check HEADS --prompts FILE`; in a run, check.prompts=FILE and"
+        " seeds.decontaminate=false)."
     )
 
 
