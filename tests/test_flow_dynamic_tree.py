@@ -89,5 +89,5 @@ def test_the_size_is_chosen_by_what_dynamic_trees_cost(
 
 
 def test_a_tree_of_one_s_own_does_not_grow(make_config, tmp_path):
-    with pytest.raises(ConfigError, match=r"leave calibrate\.choices out"):
+    with pytest.raises(ConfigError, match=r"takes no calibrate\.choices"):
         make_config(tmp_path, calibrate__tree="dynamic", calibrate__choices=[[0]])
