@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from pipeline.conversations.conversation import (
@@ -73,8 +74,11 @@ FORM_KEYS = {
 ANSWERS = ("output", "response", "completion")
 ID_KEYS = ("id", "question_id", "conversation_id", "prompt_id")
 MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
-NOT_LEARNED = ("0", "0.0", "false")
-"""Values of a turn's `MARKS`, as numbers, booleans or text, with which it is not learned."""
+NOT_LEARNED = (
+    "0",
+    "0.0",
+    "false",
+)  # values of a turn's marks, as text, with which it is not learned
 OPTIONAL_COLUMNS = {
     "system": ("system", "system_prompt"),
     "history": ("history",),
@@ -83,18 +87,8 @@ OPTIONAL_COLUMNS = {
     "id": ID_KEYS,
     "output": ANSWERS,
 }
-OTHER_KEYS = (
-    "system",
-    "system_prompt",
-    *ANSWERS,
-    "input",
-    "history",
-    "tools",
-    "functions",
-    "category",
-)
 LONG_TEXT = 100  # characters; a shorter one is a label or a name
-KNOWN_KEYS = (*FORM_KEYS.values(), *ID_KEYS, *OTHER_KEYS)
+KNOWN_KEYS = (*FORM_KEYS.values(), "input", *chain.from_iterable(OPTIONAL_COLUMNS.values()))
 EXPECTED = (
     "conversations as ShareGPT (`conversations`), OpenAI `messages`, UltraChat (`data`), questions"
     " (`turns`), Alpaca (`instruction`) or prompts (`prompt`, or plain strings)"
