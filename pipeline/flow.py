@@ -63,7 +63,7 @@ def run_flow(
     Args:
         config: The validated configuration.
         stages: Names of stages, upstream first. All stages upstream of them are included. `push` is
-            skipped without `push.repo_id` and `push.dataset`.
+            skipped without `push.repo_id`.
         until: Stop after this stage.
         executor: `ray` or `inline`.
         fresh: Delete this stage's result and make it again.
@@ -219,7 +219,7 @@ def push_run(
     run, config = RunDirectory.open(path)
     chosen = {key: value for key, value in settings.items() if value}
     config = config.model_copy(update={"push": config.push.model_copy(update=chosen)})
-    if not config.push.asks_for_something:
+    if not config.push.repo_id:
         raise ConfigError(
             "There is no repository to push to.", "push.repo_id", "Set it to USER/NAME."
         )

@@ -181,42 +181,16 @@ def test_the_card_has_the_target_s_commit_at_the_check(copied_run, hub, monkeypa
     assert "revision: c0ffee" in hub.repositories["me/heads"].files["README.md"].decode()
 
 
-def test_a_user_alone_names_repositories_and_dataset_after_the_target(
-    copied_run, make_config, tmp_path, hub
-):
-    wanted = {
-        "push__repo_id": "me/",
-        "push__dataset": "me/",
-        "push__base_model": "owner/target",
-        "push__license": "mit",
-    }
+def test_a_user_alone_names_the_repository_after_the_target(copied_run, make_config, tmp_path, hub):
+    wanted = {"push__repo_id": "me/", "push__base_model": "owner/target", "push__license": "mit"}
     config = make_config(tmp_path, **wanted)
     run = run_again(config)
     assert stages_run(run) == ["push"]
-    assert hub.repositories.keys() == {
-        "me/target-speculator.medusa",
-        "datasets/me/target-self-distillation",
-    }
-    heads = ModelCard(hub.repositories["me/target-speculator.medusa"].files["README.md"].decode())
-    assert heads.data.license == "mit" and heads.data.datasets == ["me/target-self-distillation"]
-    receipt = latest(run, "push").summary
-    assert (
-        receipt["data_set"]["commit"]
-        == hub.repositories["datasets/me/target-self-distillation"].sha
-    )
-    assert not list((run.path / "latest/push").glob("*data-set*"))
-    files = (data for repository in hub.repositories.values() for data in repository.files.values())
-    assert not any(str(tmp_path).encode() in data for data in files)
+    assert hub.repositories.keys() == {"me/target-speculator.medusa"}
+    files = hub.repositories["me/target-speculator.medusa"].files
+    assert ModelCard(files["README.md"].decode()).data.license == "mit"
+    assert not any(str(tmp_path).encode() in data for data in files.values())
     assert stages_run(run_again(config)) == []
-
-
-def test_conversations_alone_are_published_of_a_local_target_too(copied_run, hub, capsys):
-    pushed = push_again(copied_run, repo_id=None, base_model=None, dataset="me/chats")
-    assert hub.repositories.keys() == {"datasets/me/chats"} and "repo" not in pushed
-    dry = push_again(copied_run, repo_id=None, base_model=None, dataset="me/chats", dry_run=True)
-    assert [file["path"] for file in dry["data_set"]["files"]] == sorted(
-        hub.repositories["datasets/me/chats"].files
-    )
 
 
 def test_a_dry_run_shows_what_would_go_and_touches_nothing(copied_run, hub, monkeypatch, capsys):

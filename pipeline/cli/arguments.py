@@ -37,7 +37,6 @@ OPTIONS = {
     "check.engines": "--engine",
     "gpus_per_worker": "--gpus",
     "push.repo_id": "--repo-id",
-    "push.dataset": "--dataset",
     "push.base_model": "--base-model",
 }
 """The options of commands that read no configuration, by the setting that an error may name."""

@@ -15,12 +15,6 @@ def push(
         str | None,
         Option(help="USER/NAME on the Hub, or USER/. Default: push.repo_id of the run."),
     ] = None,
-    dataset: Annotated[
-        str | None,
-        Option(
-            help="USER/NAME, or USER/, of a data set for the conversations that the target wrote."
-        ),
-    ] = None,
     base_model: Annotated[
         str | None,
         Option(help="The target's Hub id, needed for Medusa-1 if the run's target is local."),
@@ -46,7 +40,6 @@ def push(
         run_dir,
         dry_run=dry_run,
         repo_id=repo_id,
-        dataset=dataset,
         base_model=base_model,
         license=license,
         private=private,

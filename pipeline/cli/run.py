@@ -21,9 +21,9 @@ def run(
 ) -> None:
     """Run the stages of a configuration, or those up to --until.
 
-    The stages are seeds, generate, features, train, calibrate, export, check and, with push.repo_id
-    or push.dataset, push. Running it again continues: finished stages and committed shards are
-    kept. A changed setting runs its stage and the later ones again.
+    The stages are seeds, generate, features, train, calibrate, export, check and, with
+    push.repo_id, push. Running it again continues: finished stages and committed shards are kept. A
+    changed setting runs its stage and the later ones again.
 
     Example: medusa-distill run configs/qwen2.5-7b.yaml seeds.sources=prompts.jsonl
         train.num_heads=4 --until train

@@ -279,13 +279,6 @@ class PushConfig(Section):
             " repository, and its heads go to NAME-speculator.medusa or .eagle."
         ),
     )
-    dataset: str | None = Field(
-        None,
-        description=(
-            "USER/NAME of a data set on the Hub for the generated conversations, prompts of local"
-            " seeds included; `USER/` is completed with the target's name. Default: none."
-        ),
-    )
     private: bool = Field(False, description="Make the repositories private.")
     base_model: str | None = Field(
         None,
@@ -300,8 +293,3 @@ class PushConfig(Section):
             " apache-2.0. Default: the licence in the target's card."
         ),
     )
-
-    @property
-    def asks_for_something(self) -> bool:
-        """Whether the settings name a Hub repository, of a model or a data set, to push to."""
-        return bool(self.repo_id or self.dataset)

@@ -1,4 +1,4 @@
-"""Hub cards of heads, of a tuned backbone, and of the data set of conversations.
+"""Hub cards of heads and of a tuned backbone.
 
 The templates `card_*.md` show the report's own tables. A value that is missing at any depth renders
 as nothing. Local paths and file names are private and never stated: a local model is "a local
@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import DatasetCardData, ModelCard, ModelCardData, hf_hub_download
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import HTTPError
 from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 
@@ -73,11 +73,10 @@ class Published:
         report: Possibly partial.
         config: The configuration of the run.
         repo_id: The repository that the card belongs to; None if unknown.
-        base_model: The heads' target or tuned backbone, or the model that a backbone was tuned from
-            or that wrote the answers. For None or a local path the card says "a local model".
+        base_model: The heads' target or tuned backbone, or the model that a backbone was tuned
+            from. For None or a local path the card says "a local model".
         tuned: Whether the heads belong to a backbone that was trained with them.
         licence: The declared licence; None declares nothing.
-        data_set: Hub id of the conversations, if they are published.
         heads_repo_id: The heads' repository, for a backbone's card.
     """
 
@@ -87,7 +86,6 @@ class Published:
     base_model: str | None = None
     tuned: bool = False
     licence: Licence | None = None
-    data_set: str | None = None
     heads_repo_id: str | None = None
 
     @property
@@ -120,25 +118,6 @@ def backbone_card(published: Published) -> str:
     return _render_card("card_backbone.md", facts, metadata)
 
 
-def data_set_card(published: Published, rows: Mapping[str, int]) -> str:
-    """Render the Hub card of the conversations; `rows` is the number of rows per split."""
-    facts = _card_facts(published)
-    name = facts["here"].rpartition("/")[2]
-    files = [{"split": split, "path": f"data/{split}-*"} for split in rows]
-    metadata = DatasetCardData(
-        license="other",
-        license_name="terms-of-prompts-and-model",
-        pretty_name=name,
-        source_datasets=facts["data_sets"] or ["original"],
-        task_categories=["text-generation"],
-        tags=["self-distillation", "synthetic", "speculative-decoding"],
-        configs=[{"config_name": "default", "data_files": files}],
-    )
-    facts["title"] = name
-    facts["rows"] = rows
-    return _render_card("card_data_set.md", facts, metadata)
-
-
 def _card_metadata(
     published: Published, facts: Facts, relation: str, library: str, tags: list[str]
 ) -> ModelCardData:
@@ -159,7 +138,7 @@ def _card_metadata(
     return data
 
 
-def _render_card(template: str, facts: Facts, metadata: ModelCardData | DatasetCardData) -> str:
+def _render_card(template: str, facts: Facts, metadata: ModelCardData) -> str:
     """Render a Hub card from its template, with the metadata as YAML front matter."""
     kind = facts["kind"]
     text = CARDS.get_template(template).render(
@@ -206,8 +185,6 @@ def _card_facts(published: Published) -> Facts:
     if report.export:
         is_served = report.export.vllm
     data_sets = [source.hub for source in config.seeds.sources if source.hub]
-    if published.data_set:
-        data_sets.insert(0, published.data_set)
     categories = categories_table(report)
     names = public_names(config.seeds.sources)
     categories.columns = [names.get(column, column) for column in categories.columns]

@@ -2,7 +2,7 @@
 
 Nothing is uploaded before everything is verified: the check has passed, all files are the checked
 ones, no file but weights contains a local path of a model, and no repository holds anything else
-that engines would load. `data_set.py` prepares the upload of the conversations.
+that engines would load.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, HfApi, ModelInfo, get_token
 from huggingface_hub.errors import RepositoryNotFoundError
 from rich.console import Console
 
@@ -45,16 +45,15 @@ class Repositories:
 
     heads: str | None
     backbone: str | None
-    data_set: str | None
 
     def __iter__(self) -> Iterator[str]:
-        for repo_id in (self.data_set, self.backbone, self.heads):
+        for repo_id in (self.backbone, self.heads):
             if repo_id is not None:
                 yield repo_id
 
 
 def repositories(push: PushConfig, kind: type[Heads], target: str, *, tuned: bool) -> Repositories:
-    """Return the Hub repositories of a push: of heads, tuned backbone and data set.
+    """Return the Hub repositories of a push: of the heads and the tuned backbone.
 
     `push.repo_id` is the heads' repository. With a tuned backbone it is the backbone's, and the
     heads go to `NAME-speculator.METHOD`, the naming of vLLM's speculators. `USER/` alone is
@@ -62,13 +61,12 @@ def repositories(push: PushConfig, kind: type[Heads], target: str, *, tuned: boo
     """
     suffix = f"-speculator.{kind.vllm_method or kind.Shape.kind}"
     name = (push.base_model or target).rstrip("/").rpartition("/")[2]
-    data_set = _completed(push.dataset, f"{name}-self-distillation")
     backbone = None
     heads = _completed(push.repo_id, f"{name}{suffix}")
     if tuned and push.repo_id:
         backbone = _completed(push.repo_id, f"{name}-tuned")
         heads = f"{backbone}{suffix}"
-    return Repositories(heads, backbone, data_set)
+    return Repositories(heads, backbone)
 
 
 def _completed(repo_id: str | None, name: str) -> str | None:
@@ -92,15 +90,10 @@ class Upload(ABC):
     base_model: str | None
     files: list[CommitOperationAdd]
     local_paths: Collection[str]
-    repo_type: ClassVar[Literal["model", "dataset"]] = "model"
 
     @abstractmethod
     def conflicting(self, names: Collection[str]) -> list[str]:
         """Select the file names in a Hub repository that prevent the upload."""
-
-    def outdated(self, names: Collection[str]) -> list[str]:
-        """Select the file names in a Hub repository that the commit deletes; by default none."""
-        return []
 
     def receipt(self, private: bool) -> Receipt:
         """Return the receipt of an upload to the Hub: repository, privacy, base model and files."""
@@ -154,11 +147,10 @@ class Upload(ABC):
                         "Remove the path from it, then push again.",
                     )
 
-    def require_suitable(self, existing: Any, private: bool) -> None:
+    def require_suitable(self, existing: ModelInfo, private: bool) -> None:
         """Check that an existing Hub repository may receive the upload.
 
         Args:
-            existing: `ModelInfo` or `DatasetInfo` of the repository.
             private: Refuse a public repository.
 
         Raises:
@@ -170,7 +162,8 @@ class Upload(ABC):
                 self.repo_id,
                 "Make it private on the Hub, or `run` with push.private=false.",
             )
-        conflicting = self.conflicting(_file_names_on_hub(existing))
+        names = {sibling.rfilename for sibling in existing.siblings or ()}
+        conflicting = self.conflicting(names)
         if conflicting:
             raise ConfigError(
                 f"The repository holds something else ({', '.join(conflicting[:3])}).",
@@ -178,31 +171,21 @@ class Upload(ABC):
                 "Push to an empty repository: engines load every file in it.",
             )
 
-    def send(self, api: HfApi, existing: Any | None, private: bool) -> Receipt:
+    def send(self, api: HfApi, existing: ModelInfo | None, private: bool) -> Receipt:
         """Commit the files to the Hub; return the receipt with "url", "commit" and "unchanged".
 
-        A missing repository is created. The commit also deletes the outdated files.
+        A missing repository is created.
         """
-        operations: list[CommitOperationAdd | CommitOperationDelete] = [*self.files]
         if existing is None:
-            api.create_repo(self.repo_id, private=private, exist_ok=True, repo_type=self.repo_type)
+            api.create_repo(self.repo_id, private=private, exist_ok=True)
         else:
-            private = existing.private
-            for name in self.outdated(_file_names_on_hub(existing)):
-                operations.append(CommitOperationDelete(name))
-        commit = api.create_commit(
-            self.repo_id, operations, commit_message=COMMIT_MESSAGE, repo_type=self.repo_type
-        )
+            private = bool(existing.private)
+        commit = api.create_commit(self.repo_id, self.files, commit_message=COMMIT_MESSAGE)
         receipt = self.receipt(private)
         receipt["url"] = redacted(str(commit.repo_url))
         receipt["commit"] = commit.oid
         receipt["unchanged"] = existing is not None and existing.sha == commit.oid
         return receipt
-
-
-def _file_names_on_hub(existing: Any) -> set[str]:
-    """Return the names of the files in a Hub repository."""
-    return {sibling.rfilename for sibling in existing.siblings or ()}
 
 
 def send_all(uploads: Mapping[str, Upload], *, private: bool) -> dict[str, Receipt]:
@@ -232,19 +215,20 @@ def send_all(uploads: Mapping[str, Upload], *, private: bool) -> dict[str, Recei
     receipts = {}
     for name, upload in uploads.items():
         with hub_errors(f"repository {upload.repo_id}", upload.repo_id, writes=True):
-            existing[name] = _existing(api, upload)
-        if existing[name] is not None:
-            upload.require_suitable(existing[name], private)
+            found = _existing(api, upload.repo_id)
+        if found is not None:
+            upload.require_suitable(found, private)
+        existing[name] = found
     for name, upload in uploads.items():
         with hub_errors(f"repository {upload.repo_id}", upload.repo_id, writes=True):
             receipts[name] = upload.send(api, existing[name], private)
     return receipts
 
 
-def _existing(api: HfApi, upload: Upload) -> Any | None:
-    """Fetch the Hub's `ModelInfo` or `DatasetInfo` of a repository; None if there is none."""
+def _existing(api: HfApi, repo_id: str) -> ModelInfo | None:
+    """Fetch the Hub's information about a repository; None if there is no such repository."""
     try:
-        return api.repo_info(upload.repo_id, repo_type=upload.repo_type)
+        return api.model_info(repo_id)
     except RepositoryNotFoundError as error:
         if error.response.status_code == 404:
             return None
@@ -298,7 +282,7 @@ def heads_upload(directory: Path, published: Published, checked: Mapping[str, Fi
         DataError: A file is missing, or is not what was checked.
         ConfigError: An id is invalid.
     """
-    repo_id = require_allowed(published, "push.repo_id")
+    repo_id = _require_allowed(published)
     layout = read_layout(directory)
     base = published.base_model or layout.base_model_name_or_path
     if not os.path.isabs(base):
@@ -312,7 +296,7 @@ def heads_upload(directory: Path, published: Published, checked: Mapping[str, Fi
         repo_id=repo_id,
         base_model=base,
         files=_verified_files(directory, checked, written),
-        local_paths=local_paths(published, layout.base_model_name_or_path),
+        local_paths=_local_paths(published, layout.base_model_name_or_path),
         kind=layout.kind,
     )
 
@@ -332,17 +316,17 @@ def backbone_upload(
         DataError: A file is missing, or is not what was checked.
         ConfigError: The repository's id is invalid.
     """
-    repo_id = require_allowed(published, "push.repo_id")
+    repo_id = _require_allowed(published)
     directory = directory.resolve()
     return BackboneUpload(
         repo_id=repo_id,
         base_model=published.base_model,
         files=_verified_files(directory, checked, {CARD_FILE: backbone_card(published)}),
-        local_paths=local_paths(published, str(directory)),
+        local_paths=_local_paths(published, str(directory)),
     )
 
 
-def require_allowed(published: Published, where: str) -> str:
+def _require_allowed(published: Published) -> str:
     """Return the id of the Hub repository to push to, after verifying that the check passed.
 
     Raises:
@@ -357,11 +341,11 @@ def require_allowed(published: Published, where: str) -> str:
             "The report names the reasons; check again.",
         )
     repo_id = published.repo_id or ""
-    check_repo_id(repo_id, where, with_owner=True)
+    check_repo_id(repo_id, "push.repo_id", with_owner=True)
     return repo_id
 
 
-def local_paths(published: Published, *further: str) -> set[str]:
+def _local_paths(published: Published, *further: str) -> set[str]:
     """Return the absolute paths among a run's models, which no text on the Hub may contain."""
     models = (published.config.target.model, *further)
     return {model for model in models if os.path.isabs(model)}

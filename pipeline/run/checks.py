@@ -311,7 +311,7 @@ def check_push(run: ResolvedRun) -> None:
     """
     push = run.config.push
     for repo_id in run.repositories:
-        check_repo_id(repo_id, "push.repo_id, push.dataset", with_owner=True)
+        check_repo_id(repo_id, "push.repo_id", with_owner=True)
     if push.base_model:
         check_repo_id(push.base_model, "push.base_model")
     elif push.repo_id and is_local(run.config.target.model) and not run.method.tunes_backbone:

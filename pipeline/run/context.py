@@ -185,7 +185,7 @@ def skipped_stages(config: Config) -> dict[str, str]:
     skipped = dict(method.skipped_stages(config.train))
     if not method.tunes_backbone:
         skipped["tuned-features"] = ""
-    if not config.push.asks_for_something:
+    if not config.push.repo_id:
         skipped["push"] = ""
     return skipped
 

@@ -43,7 +43,6 @@ def publish_report(context: Context) -> None:
         base_model=to.backbone if tuned else config.target.model,
         tuned=tuned,
         licence=Licence(config.push.license) if config.push.license else None,
-        data_set=to.data_set,
     )
     write_text(context.upstream["export"].path / "README.md", model_card(published))
     print_report(report, context.console, context.run.path)

@@ -1,23 +1,18 @@
 """push: publish a checked export on the Hub, as one commit per repository.
 
-With `push.dataset` the conversations are sent first, to a data set. With Medusa-2 the tuned
-backbone goes to `push.repo_id`, and the heads to a repository of the same name with the suffix
-`-speculator.METHOD`.
+With Medusa-2 the tuned backbone goes to `push.repo_id`, and the heads to a repository of the same
+name with the suffix `-speculator.METHOD`.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
-from pipeline.config import Config
 from pipeline.export.card import Licence, Published, licence_of
-from pipeline.export.data_set import data_set_upload
 from pipeline.export.hub import Receipt, backbone_upload, heads_upload, print_dry_run, send_all
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.run.context import Context, Stage
+from pipeline.run.context import Context, Stage, reads
 from pipeline.run.reporting import assemble_report
 from pipeline.storage.atomic import write_json
 from pipeline.storage.receipts import Identity, Summary
@@ -29,13 +24,6 @@ VERSION = 3
 HEADS = "heads"
 
 
-def upstream(config: Config) -> tuple[str, ...]:
-    """Return the stages that the push stage reads: export and check; for a data set, generate."""
-    if config.push.dataset:
-        return ("export", "check", "generate")
-    return ("export", "check")
-
-
 def identity(context: Context) -> Identity:
     """Return what the push stage's result depends on: its settings."""
     return context.config.push.model_dump(mode="json")
@@ -43,26 +31,21 @@ def identity(context: Context) -> Identity:
 
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Push to the Hub, write receipt.json, and return its content as the summary."""
-    receipt = flat_receipt(push(context, work_in=stage.path))
+    receipt = flat_receipt(push(context))
     write_json(stage.path / "receipt.json", receipt)
     return receipt
 
 
-def push(
-    context: Context, *, dry_run: bool = False, work_in: Path | None = None
-) -> dict[str, Receipt]:
-    """Upload the heads, a tuned backbone and the conversations to the Hub, each with a card.
+def push(context: Context, *, dry_run: bool = False) -> dict[str, Receipt]:
+    """Upload the heads and a tuned backbone to the Hub, each with a card.
 
-    Heads and backbone are uploaded if `push.repo_id` is set, conversations if `push.dataset` is
-    set. The cards state the figures in the stages' summaries.
+    The cards state the figures in the stages' summaries.
 
     Args:
         dry_run: Prepare and print the uploads, and return their receipts, without the network.
-        work_in: Where the data set's files are written before the upload, and deleted after it; by
-            default in the system's folder for temporary files.
 
     Returns:
-        The receipts of the uploads by name: `data_set`, `backbone`, `heads`.
+        The receipts of the uploads by name: `backbone`, `heads`.
 
     Raises:
         ConfigError: The heads' base model is local. A dry run prints the uploads before.
@@ -85,44 +68,35 @@ def push(
         base_model=original,
         tuned=tuned,
         licence=licence,
-        data_set=to.data_set,
         heads_repo_id=to.heads,
     )
     exported, uploads = context.upstream["export"], {}
-    with tempfile.TemporaryDirectory(dir=work_in, prefix=".data-set-") as directory:
-        if to.data_set:
-            generated = context.upstream["generate"]
-            card = replace(published, repo_id=to.data_set)
-            uploads["data_set"] = data_set_upload(
-                generated.shards(), generated.fingerprint, card, Path(directory)
-            )
-        if to.backbone:
-            card = replace(published, repo_id=to.backbone)
-            path = exported.path / BACKBONE_DIRECTORY
-            checked = exported.files_below(BACKBONE_DIRECTORY)
-            uploads["backbone"] = backbone_upload(path, card, checked)
-        if to.heads:
-            base = to.backbone or settings.base_model
-            card = replace(published, repo_id=to.heads, base_model=base)
-            assert exported.done, "only a finished export is pushed"
-            checked = dict(exported.done.files)
-            for name in exported.files_below(BACKBONE_DIRECTORY):
-                del checked[f"{BACKBONE_DIRECTORY}/{name}"]
-            uploads[HEADS] = heads_upload(exported.path, card, checked)
-        if dry_run:
-            receipts = {name: each.dry_run(settings.private) for name, each in uploads.items()}
-            print_dry_run(context.console, receipts)
-            for upload in uploads.values():
-                upload.require_base_model()
-            return receipts
-        return send_all(uploads, private=settings.private)
+    if to.backbone:
+        card = replace(published, repo_id=to.backbone)
+        path = exported.path / BACKBONE_DIRECTORY
+        checked = exported.files_below(BACKBONE_DIRECTORY)
+        uploads["backbone"] = backbone_upload(path, card, checked)
+    base = to.backbone or settings.base_model
+    card = replace(published, repo_id=to.heads, base_model=base)
+    assert exported.done, "only a finished export is pushed"
+    checked = dict(exported.done.files)
+    for name in exported.files_below(BACKBONE_DIRECTORY):
+        del checked[f"{BACKBONE_DIRECTORY}/{name}"]
+    uploads[HEADS] = heads_upload(exported.path, card, checked)
+    if dry_run:
+        receipts = {name: each.dry_run(settings.private) for name, each in uploads.items()}
+        print_dry_run(context.console, receipts)
+        for upload in uploads.values():
+            upload.require_base_model()
+        return receipts
+    return send_all(uploads, private=settings.private)
 
 
 def flat_receipt(receipts: Mapping[str, Receipt]) -> Receipt:
     """Return the heads' receipt with the other receipts added under their names."""
     others = {name: part for name, part in receipts.items() if name != HEADS}
-    return {**receipts.get(HEADS, {}), **others}
+    return {**receipts[HEADS], **others}
 
 
 FIGURES = {"repo": "repo", "commit": "commit"}
-STAGE = Stage(NAME, VERSION, upstream, identity, run, FIGURES)
+STAGE = Stage(NAME, VERSION, reads("export", "check"), identity, run, FIGURES)

@@ -137,7 +137,7 @@ def test_a_failed_check_is_exit_code_1_after_the_report(command, config_file, co
 def test_push_hands_over_every_option(command, monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr("pipeline.flow.push_run", lambda path, **options: asked.append(options))
-    options = {"repo_id": "me/a", "dataset": "me/b", "base_model": "me/c", "license": "mit"}
+    options = {"repo_id": "me/a", "base_model": "me/c", "license": "mit"}
     words = ["--private", "--dry-run"]
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", value]

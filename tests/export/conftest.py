@@ -8,11 +8,9 @@ from tests.export.hub_stand_in import hub_on_loopback
 from tests.export.pushes import (
     backbone_of,
     backbone_to,
-    conversations_of,
     export_to,
     heads_of_export,
 )
-from tests.flows.tiny import latest
 
 
 @pytest.fixture
@@ -28,14 +26,11 @@ def hub(monkeypatch, tmp_path):
     yield from hub_on_loopback(monkeypatch, tmp_path)
 
 
-@pytest.fixture(params=["heads", "backbone", "conversations"])
+@pytest.fixture(params=["heads", "backbone"])
 def part(request, tmp_path):
-    """Each of the three that a run may publish: a function that prepares it."""
+    """Each of the two that a run may publish: a function that prepares it."""
     if request.param == "heads":
         export = export_to(tmp_path / "export")
         return lambda **changes: heads_of_export(export, **changes)
-    if request.param == "backbone":
-        backbone = backbone_to(tmp_path / "backbone")
-        return lambda **changes: backbone_of(backbone, **changes)
-    stage = latest(request.getfixturevalue("finished_run"), "generate")
-    return lambda **changes: conversations_of(stage, tmp_path, **changes)
+    backbone = backbone_to(tmp_path / "backbone")
+    return lambda **changes: backbone_of(backbone, **changes)

@@ -1,14 +1,10 @@
-"""Exports to push: heads, a tuned backbone and conversations, with a report that allows it."""
+"""Exports to push: heads and a tuned backbone, with a report that allows it."""
 
 from __future__ import annotations
-
-import tempfile
-from pathlib import Path
 
 from pipeline.artifacts.json_form import from_json
 from pipeline.config.load import validate
 from pipeline.export.card import Published
-from pipeline.export.data_set import data_set_upload
 from pipeline.export.hub import backbone_upload, heads_upload, send_all
 from pipeline.report.report import Report
 from pipeline.storage.fingerprint import FileFacts
@@ -74,14 +70,6 @@ def heads_of_export(export, **changes):
 def backbone_of(directory, **changes):
     usual = {"base_model": "owner/target", "tuned": True, "heads_repo_id": "me/heads"}
     return backbone_upload(directory, published(**{**usual, **changes}), sums(directory))
-
-
-def conversations_of(stage, directory, **changes):
-    directory = Path(tempfile.mkdtemp(dir=directory))
-    usual = {"base_model": "owner/target"}
-    return data_set_upload(
-        stage.shards(), stage.fingerprint, published(**{**usual, **changes}), directory
-    )
 
 
 def send(upload, *, private=False):

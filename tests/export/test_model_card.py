@@ -56,10 +56,10 @@ def table_under(card, heading):
 
 def test_the_front_matter_names_model_data_and_licence():
     licence = Licence("other", "their-terms", "https://example.org/terms")
-    data = ModelCard(card_of(licence=licence, data_set="me/written")).data
+    data = ModelCard(card_of(licence=licence)).data
     assert (data.base_model, data["base_model_relation"]) == ("owner/target", "adapter")
     assert (data.pipeline_tag, data.library_name) == ("text-generation", "vllm")
-    assert data.datasets == ["me/written", "owner/chats"]
+    assert data.datasets == ["owner/chats"]
     assert {"medusa", "speculative-decoding", "vllm", "speculators"} <= set(data.tags)
     assert Licence(data.license, data.license_name, data.license_link) == licence
 
