@@ -24,7 +24,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from pipeline.conversations.conversation import Message, Reason, Role, RowRejected
+from pipeline.conversations.conversation import (
+    Message,
+    Reason,
+    Role,
+    RowRejected,
+    SpecialTokens,
+)
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -132,12 +138,12 @@ class ChatTemplate:
             return False
         return all(word in text for word in PROBE_WORDS)
 
-    def token_from(self, least: int) -> str | None:
+    def token_from(self, least: int, special_tokens: SpecialTokens = "escape") -> str | None:
         """Return the first token with an id from `least` on that a prompt can hold, with the id.
 
-        A message's text can hold any token but the special ones; those count if the chat template
-        writes them, and the unknown token if the tokenizer needs it. Return None if there is no
-        such token.
+        A message's text can hold any token but the escaped special ones; those count if the chat
+        template writes them, and the unknown token if the tokenizer needs it. Return None if there
+        is no such token.
         """
         vocabulary = self._tokenizer.get_vocab()
         beyond = sorted((id, token) for token, id in vocabulary.items() if id >= least)
@@ -151,7 +157,7 @@ class ChatTemplate:
                 except RowRejected:
                     continue  # this template takes no system message, or no function calls
         for id, token in beyond:
-            if id in written or token not in self._special_texts:
+            if id in written or special_tokens == "keep" or token not in self._special_texts:
                 return f"{token} ({id})"
         return None
 

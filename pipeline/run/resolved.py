@@ -122,7 +122,7 @@ class ResolvedRun:
         spec = self.target
         if find_file(spec.model, spec.revision, "tokenizer_config.json") is None:
             return None
-        return load_chat_template(spec)
+        return load_chat_template(spec, special_tokens=self.config.seeds.special_tokens)
 
     @property
     def target_config(self) -> PretrainedConfig:

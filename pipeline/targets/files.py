@@ -164,7 +164,7 @@ def require_no_other_weights(model: str, revision: str | None) -> None:
         read_by_vllm = {path.name for path in directory.glob("*.safetensors")}
         if (directory / index).is_file():
             read_by_vllm = set(read_index(directory / index).values())
-        extra = {name for name in read_by_vllm - {single} if not name.startswith("consolidated")}
+        extra = read_by_vllm - {single}
     if extra:
         names = ", ".join(sorted(extra))
         raise ConfigError(

@@ -15,6 +15,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import DTYPES
+from pipeline.conversations.conversation import SpecialTokens
 from pipeline.conversations.template import ChatTemplate
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets import files
@@ -182,9 +183,14 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
 
 
 def load_chat_template(
-    spec: TargetSpec, tokenizer: PreTrainedTokenizerBase | None = None
+    spec: TargetSpec,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    special_tokens: SpecialTokens = "escape",
 ) -> ChatTemplate:
     """Return the target's chat template; load the tokenizer if it is not given.
+
+    Args:
+        special_tokens: What happens to special tokens in messages, see `DialogueSettings`.
 
     Raises:
         ConfigError: The tokenizer cannot be loaded, there is no usable template, or a prompt can
@@ -195,7 +201,7 @@ def load_chat_template(
     today = date.fromisoformat(spec.date)
     template = ChatTemplate(tokenizer, spec.chat_template, today, spec.template_arguments)
     num_embeddings = model_config(spec).get_text_config().vocab_size
-    token = template.token_from(num_embeddings)
+    token = template.token_from(num_embeddings, special_tokens)
     if token is not None:
         raise ConfigError(
             f"A prompt can hold the token {token}, and the target embeds ids below"

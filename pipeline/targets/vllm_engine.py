@@ -52,6 +52,12 @@ CPU_BATCH_TOKENS = 4096
 ROWS_WAITING = 64  # queued in the engine while the caller works
 SET_NUM_THREADS = torch.set_num_threads  # vLLM replaces it
 LEFT_IN_ENVIRONMENT = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+# By default vLLM prefers Mistral's own format, `consolidated*.safetensors`, if it is there too.
+WEIGHTS = {
+    "load_format": "hf",
+    "config_format": "hf",
+    "ignore_patterns": ["original/**/*", "consolidated*"],
+}
 
 
 class VLLMGenerationEngine:
@@ -263,6 +269,7 @@ def engine_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> di
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
+        **WEIGHTS,
     }
     if gpus > 1:  # the worker's own GPUs; with Ray vLLM would reserve others
         arguments["distributed_executor_backend"] = "mp"
@@ -288,6 +295,7 @@ def serving_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> d
         "revision": spec.revision,
         "dtype": spec.dtype,
         "served_model_name": Path(spec.model).name if is_local(spec.model) else spec.model,
+        **WEIGHTS,
     }
     if gpus > 1:
         arguments["tensor_parallel_size"] = gpus

@@ -144,6 +144,8 @@ def server_flags(arguments: EngineArgs) -> list[str]:
             words.append(f"--no-{flag}")
         elif isinstance(value, str):
             words += [f"--{flag}", value]
+        elif isinstance(value, list):
+            words += [f"--{flag}", *map(str, value)]
         elif value is not None:
             words += [f"--{flag}", json.dumps(value)]
     return words

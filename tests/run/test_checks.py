@@ -194,11 +194,14 @@ def test_workers_without_gpus_read_a_target_on_the_cpu(
 
 
 @pytest.mark.parametrize("key", ["target.model", "check.served_model", "check.assistant_model"])
-@pytest.mark.parametrize("extra", ["adapter_config.json", "model-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("extra", ["adapter_config.json", "consolidated.safetensors"])
 def test_weights_that_only_some_libraries_read_are_refused(
     make_config, tmp_path, tiny_target, key, extra
 ):
-    """transformers applies an adapter beside the weights; vLLM reads every safetensors file."""
+    """transformers applies an adapter beside the weights; vLLM reads every safetensors file.
+
+    Mistral's own format is one.
+    """
     copy = shutil.copytree(tiny_target, tmp_path / "copy")
     (copy / extra).write_text("{}")
     changes = {key.replace(".", "__"): str(copy)}
@@ -226,7 +229,7 @@ def saved_with_tokens(target, directory, *tokens, **settings):
 def test_a_prompt_s_token_without_an_embedding_is_refused(
     make_config, tmp_path, tiny_target, special
 ):
-    """A special one only if the template writes it: in a message's text it is no token."""
+    """A special one counts if the template writes it, or messages keep their special tokens."""
     tokens = ("<|unused|>", "<|turn|>")
     tokenizer = saved_with_tokens(tiny_target, tmp_path / "wide", *tokens, special=special)
     wide = {"target__model": str(tmp_path / "wide")}
@@ -240,6 +243,9 @@ def test_a_prompt_s_token_without_an_embedding_is_refused(
         for check in (check_plan, check_run):
             with pytest.raises(ConfigError, match=rf"<\|{token}\|>.*300.*target\.model"):
                 check(run)
+    run = resolved(make_config(tmp_path, **wide, seeds__special_tokens="keep"))
+    with pytest.raises(ConfigError, match=r"<\|unused\|>.*300"):
+        check_plan(run)
 
 
 def test_two_different_ends_are_both_named(make_config, tmp_path, tiny_target):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pipeline.conversations.requests import Request
 from pipeline.errors import ConfigError, EnvironmentFault
@@ -36,10 +39,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_here")]
 
 
 @pytest.fixture(scope="module")
-def engine(random_target):
+def beside_older_weights(random_target, tmp_path_factory):
+    """The random target with other weights in Mistral's own format, which vLLM prefers."""
+    directory = tmp_path_factory.mktemp("mistral") / "target"
+    shutil.copytree(random_target.model, directory)
+    weights = load_file(directory / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "model.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    older = {name: weight + 1 for name, weight in weights.items()}
+    save_file(older, directory / "consolidated.safetensors", {"format": "pt"})
+    return replace(random_target, model=str(directory))
+
+
+@pytest.fixture(scope="module")
+def engine(random_target, beside_older_weights):
     """A vLLM generation engine; closing it restores this process's state."""
     before = dict(os.environ)
-    engine = VLLMGenerationEngine(random_target, {})
+    engine = VLLMGenerationEngine(beside_older_weights, {})
     yield engine
     engine.close()
     with pytest.raises(EnvironmentFault, match="Available memory"):

@@ -26,10 +26,10 @@ from tests.forks import has_ended
 
 def test_engine_arguments_are_flags_of_the_server():
     config = {"method": "eagle", "num_speculative_tokens": 3}
-    arguments = {"eager": True, "prefix_caching": False, "revision": None, "max_len": 64}
-    found = server_flags({**arguments, "speculative_config": config})
-    assert found[:4] == ["--eager", "--no-prefix-caching", "--max-len", "64"]
-    assert found[4] == "--speculative-config" and json.loads(found[5]) == config and len(found) == 6
+    arguments = {"eager": True, "prefix_caching": False, "revision": None, "sizes": [1, 2]}
+    *found, last = server_flags({**arguments, "speculative_config": config})
+    assert found == ["--eager", "--no-prefix-caching", "--sizes", "1", "2", "--speculative-config"]
+    assert json.loads(last) == config
 
 
 STAND_IN = """#!{python}
