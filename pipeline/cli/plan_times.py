@@ -118,7 +118,7 @@ def _shorter_trainings(hours: Hours) -> Iterator[str]:
     run, train = hours.run, hours.run.config.train
     changed = train.model_copy(update={"draft_vocab": min(DRAFT_VOCAB, run.shape.vocab_size)})
     config = run.config.model_copy(update={"train": changed})
-    shape = run.kind.shape_of(changed, run.shape.hidden_size, run.shape.vocab_size)
+    shape = run.shape.drafting(changed.draft_vocab)
     seconds = replace(hours, run=replace(run, config=config, shape=shape)).training()
     if seconds < MUCH_LESS * hours.training():
         yield f"train.draft_vocab={DRAFT_VOCAB} (train: {duration(seconds)})"

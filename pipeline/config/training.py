@@ -37,6 +37,29 @@ class RecurrentConfig(Section):
     )
 
 
+class Eagle3Config(Section):
+    """Settings of EAGLE-3 heads."""
+
+    layers: tuple[PositiveInt, ...] | Literal["auto", "last"] = Field(
+        "auto",
+        description=(
+            "Layers of the target whose output the heads read, counted from 1. auto: the three of"
+            " the paper, 2, n/2 and n-3 of n; last: the last layer alone, a third of the disk."
+        ),
+    )
+    intermediate_size: PositiveInt | None = Field(
+        None,
+        description="Inner size of the layer's MLP. Default: four times the target's hidden size.",
+    )
+    attention_heads: PositiveInt | None = Field(
+        None,
+        description=(
+            "Query heads of the layer's attention, each of size 128, or 64 for a small target."
+            " Default: as many as the hidden size holds. Four share one key and value head."
+        ),
+    )
+
+
 class BackboneConfig(Section):
     """Settings of Medusa-2: the LoRA adapter of the backbone and its training."""
 
@@ -152,7 +175,8 @@ class TrainConfig(Section):
         description=(
             "Kind of head. recurrent: one cell that also reads the tokens it has proposed; more"
             " accepted tokens with fewer parameters. medusa: the paper's heads, each of which reads"
-            " only the target's state."
+            " only the target's state. eagle3: one decoder layer that attends to the whole text and"
+            " reads several layers of the target (medusa-1 alone)."
         ),
     )
     method: str = Field(
@@ -255,6 +279,9 @@ class TrainConfig(Section):
     )
     recurrent: RecurrentConfig = Field(
         default_factory=RecurrentConfig, description="Read with train.heads: recurrent."
+    )
+    eagle3: Eagle3Config = Field(
+        default_factory=Eagle3Config, description="Read with train.heads: eagle3."
     )
     backbone: BackboneConfig = Field(
         default_factory=BackboneConfig, description="Read with train.method: medusa-2."

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from pipeline.config.training import TrainConfig
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import ConfigError, DataError
+from pipeline.heads.draft_cache import DraftCache
 from pipeline.heads.losses import Teacher, weighted_cross_entropy
 from pipeline.heads.shapes import EXPANDED, ExportFormat, HeadsShape, require_shapes
 
@@ -61,6 +62,34 @@ class Level(NamedTuple):
     inner: Tensor  # [P]: places of the parents among the nodes of the depth above
     parent: Tensor  # [M]: each node's parent, as a place in `inner`
     guess: Tensor  # [M]: each node's place in the parents' flattened [P, top] guesses
+
+
+class Rows(NamedTuple):
+    """Whole rows of text, packed, for kinds that read every position of a text.
+
+    S positions hold the rows without their last tokens; X is the size of what the kind reads.
+
+    Attributes:
+        states_SX: The outputs of the layers `HeadsShape.row_layers` side by side.
+        tokens_S: The token after each position, int64.
+        start_S: The place of the first position of each position's row, int64.
+        learned_N: The places of the N positions with labels, ascending, int64.
+    """
+
+    states_SX: Tensor
+    tokens_S: Tensor
+    start_S: Tensor
+    learned_N: Tensor
+
+    def blocks(self, size: int) -> list[tuple[slice, slice]]:
+        """Return blocks of `size` positions with labels, and the positions that each attends to."""
+        first = self.learned_N[::size]
+        last = torch.cat((self.learned_N[size - 1 :: size], self.learned_N[-1:]))[: len(first)]
+        starts = self.start_S[first].tolist()
+        found = []
+        for number, (start, stop) in enumerate(zip(starts, (last + 1).tolist(), strict=True)):
+            found.append((slice(number * size, (number + 1) * size), slice(start, stop)))
+        return found
 
 
 class ProposalTree(Protocol):
@@ -193,10 +222,15 @@ class Heads(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> HeadsShape:
+    def shape_of(
+        cls, settings: TrainConfig, hidden_size: int, vocab_size: int, num_layers: int
+    ) -> HeadsShape:
         """Return the shape of the configured heads for a target of these sizes.
 
         The shape has the target's whole vocabulary; callers apply `train.draft_vocab`.
+
+        Raises:
+            ConfigError: The heads are configured to read a layer that the target does not have.
         """
 
     @classmethod
@@ -216,7 +250,9 @@ class Heads(nn.Module, ABC):
     # Training and calibration
 
     @abstractmethod
-    def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
+    def states(
+        self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, rows: Rows | None = None
+    ) -> Tensor:
         """Compute the input of each head's lm_head, [K, N, D], with teacher forcing.
 
         Args:
@@ -224,6 +260,7 @@ class Heads(nn.Module, ABC):
             next_N: The tokens at t+1, int64.
             labels_KN: The tokens at t+2+k, int64, for `shape.num_heads` to `shape.max_depth` heads.
                 They are -100 past the end of the span, and otherwise any token ids of the target.
+            rows: The rows of these positions, for a kind with `row_layers`.
         """
 
     def weighted_loss(
@@ -233,14 +270,15 @@ class Heads(nn.Module, ABC):
         labels_KN: Tensor,
         teacher: Teacher | None,
         weights_K: Tensor,
+        rows: Rows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the heads' losses, and each head's own sum [K], detached.
 
-        The first three arguments are those of `states`, the others those of
+        The first three arguments and `rows` are those of `states`, the others those of
         `weighted_cross_entropy`. Labels outside the draft vocabulary add nothing. Under autocast,
         matrix products are in its dtype.
         """
-        states_KND = self.states(hidden_ND, next_N, labels_KN)
+        states_KND = self.states(hidden_ND, next_N, labels_KN, rows)
         device = hidden_ND.device.type
         if torch.is_autocast_enabled(device):
             states_KND = states_KND.to(torch.get_autocast_dtype(device))
@@ -256,22 +294,48 @@ class Heads(nn.Module, ABC):
 
     # Decoding
 
+    def open_cache(self, num_texts: int, num_slots: int) -> DraftCache | None:
+        """Allocate the heads' key/value cache; None, the default, for heads that do not attend."""
+        return None
+
+    def advance(
+        self, read_BTX: Tensor, next_BT: Tensor, num_B: Tensor, cache: DraftCache | None
+    ) -> Tensor:
+        """Read positions that the target has computed; return each text's root state [B, D].
+
+        `expand` reads it at depth 0. By default it is the state of the last position.
+
+        Args:
+            read_BTX: What the heads read at T positions after those of the cache.
+            next_BT: The token after each position.
+            num_B: The number of each text's positions; the others are padding.
+            cache: The heads' cache, which is extended; None for heads without one.
+        """
+        return read_BTX.take_along_dim(num_B[:, None, None] - 1, 1)[:, 0]
+
     @abstractmethod
-    def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def expand(
+        self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int, cache: DraftCache | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Expand P tree nodes at `depth`: return states [B, P, D] and logits [B, P, V].
 
         The logits score the children of each node. At depth 0 the only node is the root: its token
-        is the target's last token, its hidden state the one from which the target predicted that
-        token. The hidden state of a deeper node is the state that this method returned for its
-        parent. Shapes are fixed and nothing is copied to the host, so that a decoding step can be
-        captured as a CUDA graph.
+        is the target's last token, its hidden state that of `advance`. The hidden state of a deeper
+        node is the state that this method returned for its parent. Shapes are fixed and nothing is
+        copied to the host, so that a decoding step can be captured as a CUDA graph.
         """
 
-    def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
+    def propose(
+        self,
+        hidden_BD: Tensor,
+        token_B: Tensor,
+        tree: ProposalTree,
+        cache: DraftCache | None = None,
+    ) -> Tensor:
         """Propose the tokens [B, N] of the candidate tree's nodes below the root, level by level.
 
-        `hidden_BD` holds the hidden states from which the target predicted the root tokens
-        `token_B`. The result is on the device of `token_B`.
+        `hidden_BD` holds the root states of `advance`, `token_B` the root tokens. The result is on
+        the device of `token_B`.
         """
         hidden_BMD = hidden_BD[:, None]
         tokens_BM = token_B.to(hidden_BD.device)[:, None]
@@ -280,7 +344,7 @@ class Heads(nn.Module, ABC):
             inner, parent, guess = (places.to(hidden_BD.device) for places in level)
             inner_BPD = hidden_BMD.index_select(1, inner)
             inner_BP = tokens_BM.index_select(1, inner)
-            hidden_BPD, logits_BPV = self.expand(inner_BPD, inner_BP, depth)
+            hidden_BPD, logits_BPV = self.expand(inner_BPD, inner_BP, depth, cache)
             rows_BM = logits_BPV.topk(tree.top).indices.flatten(1).index_select(1, guess)
             tokens_BM = self.vocabulary.tokens_of_rows(rows_BM)
             hidden_BMD = hidden_BPD.index_select(1, parent)

@@ -26,6 +26,7 @@ from torch import Tensor
 from pipeline.config import DTYPES
 from pipeline.config.training import LmHead, TrainConfig
 from pipeline.errors import ConfigError, DataError
+from pipeline.heads.eagle3 import Eagle3Heads
 from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.recurrent import ATTENTION, FC_BIAS, MLP, OUTPUT, RecurrentHeads
@@ -39,7 +40,11 @@ from pipeline.heads.shapes import (
     RecurrentShape,
 )
 
-KINDS: dict[str, type[Heads]] = {"medusa": MedusaHeads, "recurrent": RecurrentHeads}
+KINDS: dict[str, type[Heads]] = {
+    "medusa": MedusaHeads,
+    "recurrent": RecurrentHeads,
+    "eagle3": Eagle3Heads,
+}
 
 VLLM_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.")
 BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
@@ -79,7 +84,9 @@ def max_tree_depth(settings: TrainConfig) -> int:
 
     Raises ConfigError for an unknown kind.
     """
-    return head_kind(settings.heads).shape_of(settings, 1, 1).max_depth  # sizes do not matter
+    return (
+        head_kind(settings.heads).shape_of(settings, 1, 1, 1_000).max_depth
+    )  # sizes do not matter
 
 
 class NamedTensors(Protocol):

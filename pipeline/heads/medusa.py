@@ -28,7 +28,8 @@ from torch.nn.functional import linear, silu
 
 from pipeline.config.training import TrainConfig
 from pipeline.errors import ConfigError
-from pipeline.heads.kind import Heads, ProposalTree, TargetWeights
+from pipeline.heads.draft_cache import DraftCache
+from pipeline.heads.kind import Heads, ProposalTree, Rows, TargetWeights
 from pipeline.heads.shapes import EXPANDED, REFERENCE, SHARED, ExportFormat, MedusaShape
 
 
@@ -110,7 +111,9 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         self.lm_head = nn.Parameter(zeros(sizes), requires_grad=is_trained)
 
     @classmethod
-    def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> MedusaShape:
+    def shape_of(
+        cls, settings: TrainConfig, hidden_size: int, vocab_size: int, num_layers: int
+    ) -> MedusaShape:
         """Return the shape of the configured Medusa heads, with the target's whole vocabulary."""
         own = settings.medusa
         return MedusaShape(hidden_size, vocab_size, settings.num_heads, own.num_layers, own.lm_head)
@@ -143,7 +146,9 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
             hidden_KND = hidden_KND + silu(torch.baddbmm(bias_K1D, hidden_KND, weight_KDD.mT))
         return hidden_KND
 
-    def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
+    def states(
+        self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, rows: Rows | None = None
+    ) -> Tensor:
         """Compute the input [K, N, D] of the Medusa heads' lm_heads, from `hidden_ND` alone."""
         return self.hidden(hidden_ND)
 
@@ -156,7 +161,9 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         # 256, V = 4,096).
         return (self.lm_head[: len(hidden_KND)] @ hidden_KND.mT).mT
 
-    def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def expand(
+        self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int, cache: DraftCache | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the states [B, P, D] unchanged, and Medusa head `depth`'s logits [B, P, V].
 
         The logits are computed from the root's state, and all nodes get the same. Since states are
@@ -171,7 +178,13 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
             read_B1D = read_B1D + silu(linear(read_B1D, weight_DD, bias_D))
         return hidden_BPD, linear(read_B1D, self.lm_head_of(depth)).expand(-1, num_nodes, -1)
 
-    def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
+    def propose(
+        self,
+        hidden_BD: Tensor,
+        token_B: Tensor,
+        tree: ProposalTree,
+        cache: DraftCache | None = None,
+    ) -> Tensor:
         """Propose the tree's tokens [B, N] from one forward of the first `max_depth` heads."""
         rows_KBR = self(hidden_BD, tree.max_depth).topk(tree.top).indices
         guesses_KBR = self.vocabulary.tokens_of_rows(rows_KBR).to(token_B.device)

@@ -33,7 +33,8 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from pipeline.config.training import TrainConfig
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.kind import Heads, TargetWeights
+from pipeline.heads.draft_cache import DraftCache
+from pipeline.heads.kind import Heads, Rows, TargetWeights
 from pipeline.heads.shapes import ExportFormat, RecurrentShape
 
 # Sizes of the attention whose output is zero; it has one key and value head.
@@ -111,7 +112,9 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         self.lm_head: nn.Parameter = zeros(shape.vocab_size, size, trains=False)
 
     @classmethod
-    def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> RecurrentShape:
+    def shape_of(
+        cls, settings: TrainConfig, hidden_size: int, vocab_size: int, num_layers: int
+    ) -> RecurrentShape:
         """Return the shape of the configured recurrent cell, with the target's whole vocabulary.
 
         The default intermediate size is four times the hidden size.
@@ -164,7 +167,9 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         x = rms_norm(z, z.shape[-1:], self.norm.to(z.dtype), self.shape.norm_eps)
         return z + linear(silu(linear(x, self.gate)) * linear(x, self.up), self.down)
 
-    def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
+    def states(
+        self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, rows: Rows | None = None
+    ) -> Tensor:
         """Compute the cell's states [K, N, D] after 1, 2, …, K steps over the true tokens."""
         states = []
         tokens_N = next_N
@@ -174,7 +179,9 @@ model, with an attention that adds nothing; embedding and lm_head are the target
             tokens_N = labels_N.where(labels_N != IGNORED, 0)  # no later step has a label there
         return torch.stack(states)
 
-    def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def expand(
+        self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int, cache: DraftCache | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Advance the cell by the nodes' tokens: return states [B, P, D] and logits [B, P, V]."""
         hidden_BPD = self.step(hidden_BPD, tokens_BP)
         return hidden_BPD, hidden_BPD @ self.lm_head.mT

@@ -62,6 +62,15 @@ class HeadsShape:
         return self.num_heads
 
     @property
+    def row_layers(self) -> tuple[int, ...]:
+        """The layers of the target whose output the heads read at every position of a text.
+
+        Layers count from 1. By default none: heads read only the last state, after the final norm,
+        of target-written tokens.
+        """
+        return ()
+
+    @property
     def description(self) -> str:
         """The kind of heads and every field, for messages: `medusa heads (hidden_size 64, …)`."""
         fields = ", ".join(f"{name} {value}" for name, value in asdict(self).items())
@@ -109,6 +118,54 @@ class RecurrentShape(HeadsShape):
     def max_depth(self) -> int:
         """The number of tokens ahead that a recurrent cell may propose: twice its trained steps."""
         return 2 * self.num_heads
+
+
+@dataclass(frozen=True)
+class Eagle3Shape(HeadsShape):
+    """The shape of an EAGLE-3 layer that is trained for `num_heads` steps.
+
+    Attributes:
+        layers: The layers of the target that it reads, ascending, counted from 1.
+        intermediate_size: The inner size of its gated MLP.
+        attention_heads, key_value_heads, head_size: The sizes of its attention.
+        norm_eps: The epsilon of its RMSNorms.
+        rope_theta: The base of its rotary positions.
+
+    Raises:
+        ValueError: `layers` is not ascending or empty, or a size is invalid.
+    """
+
+    kind: ClassVar[str] = "eagle3"
+    layers: tuple[int, ...] = (1,)
+    intermediate_size: int = 1
+    attention_heads: int = 1
+    key_value_heads: int = 1
+    head_size: int = 64
+    norm_eps: float = EPSILON
+    rope_theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 1:
+            raise ValueError(f"layers are ascending numbers from 1, not {self.layers}")
+        if self.attention_heads % self.key_value_heads:
+            raise ValueError(f"the query heads must share key and value heads evenly: {self}")
+
+    @property
+    def max_depth(self) -> int:
+        """The number of tokens ahead that the layer may propose: twice its trained steps."""
+        return 2 * self.num_heads
+
+    @property
+    def row_layers(self) -> tuple[int, ...]:
+        """The layers of the target whose output the heads read at every position of a text."""
+        return self.layers
+
+    @property
+    def row_size(self) -> int:
+        """The size X of what the heads read at a position: the outputs of all layers."""
+        return len(self.layers) * self.hidden_size
 
 
 def require_shapes(

@@ -87,6 +87,7 @@ class ResolvedRun:
     kind: type[Heads]
     method: Method
     shape: HeadsShape  # of hidden size and vocabulary 1 if the target is not available
+    num_layers: int  # of the target
     models: Mapping[str, ResolvedModel]  # by configuration key
     problems: Mapping[str, MedusaDistillError]  # errors of models that are not available
     machine: Resources
@@ -272,10 +273,10 @@ def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None)
             if key != TARGET:
                 error.where = key
             problems[key] = error
-    hidden_size, vocab_size = 1, 1
+    sizes = (1, 1, 1_000)
     if TARGET in models:
         text_config = models[TARGET].config.get_text_config()
-        hidden_size, vocab_size = text_config.hidden_size, text_config.vocab_size
+        sizes = (text_config.hidden_size, text_config.vocab_size, text_config.num_hidden_layers)
     open_stages = []
     for name in stages:
         if name == fresh or not any(store.glob(f"{name}-*/DONE.json")):
@@ -286,7 +287,8 @@ def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None)
         open_stages=tuple(open_stages),
         kind=kind,
         method=method_of(config.train),
-        shape=kind.shape_of(config.train, hidden_size, vocab_size),
+        shape=kind.shape_of(config.train, *sizes),
+        num_layers=sizes[-1],
         models=models,
         problems=problems,
         machine=InlineExecutor().resources(),

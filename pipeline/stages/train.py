@@ -81,6 +81,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         target=context.target,
         hidden_size=resolved.shape.hidden_size,
         vocab_size=resolved.shape.vocab_size,
+        num_layers=resolved.num_layers,
         seed=context.config.run.seed,
         directory=str(stage.path),
         device="cuda" if placement.gpus else "cpu",

@@ -50,6 +50,7 @@ class TrainSpec:
     device: Literal["cpu", "cuda"] = "cpu"
     texts: tuple[Path, ...] = ()  # the generate stage's shards, in order
     texts_fingerprint: str = ""
+    num_layers: int = 1  # of the target
     run_name: str = "run"  # in trackers
     configuration: dict[str, object] = field(default_factory=dict)  # of the run, for trackers
     heads_from: Path | None = None  # heads of the previous phase, to start from
@@ -82,7 +83,9 @@ class TrainSpec:
     @property
     def heads_shape(self) -> HeadsShape:
         """The shape of the heads that this training trains."""
-        shape = self.kind.shape_of(self.settings, self.hidden_size, self.vocab_size)
+        shape = self.kind.shape_of(
+            self.settings, self.hidden_size, self.vocab_size, self.num_layers
+        )
         return shape.drafting(self.settings.draft_vocab)
 
     def of_phase(self, name: str, heads_from: Path | None = None) -> TrainSpec:

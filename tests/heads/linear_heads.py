@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
-from pipeline.heads.kind import Heads, TargetWeights
+from pipeline.heads.draft_cache import DraftCache
+from pipeline.heads.kind import Heads, Rows, TargetWeights
 from pipeline.heads.shapes import ExportFormat, HeadsShape
 
 
@@ -38,7 +39,9 @@ class LinearHeads(Heads):
         self.lm_head = nn.Parameter(torch.zeros(sizes, dtype=dtype, device=device))
 
     @classmethod
-    def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> LinearShape:
+    def shape_of(
+        cls, settings: TrainConfig, hidden_size: int, vocab_size: int, num_layers: int
+    ) -> LinearShape:
         return LinearShape(hidden_size, vocab_size, settings.num_heads)
 
     @classmethod
@@ -48,10 +51,14 @@ class LinearHeads(Heads):
         heads.lm_head.data.copy_(lm_head_VD)
         return heads
 
-    def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
+    def states(
+        self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, rows: Rows | None = None
+    ) -> Tensor:
         return hidden_ND.to(self.lm_head.dtype).expand(self.shape.num_heads, *hidden_ND.shape)
 
-    def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def expand(
+        self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int, cache: DraftCache | None = None
+    ) -> tuple[Tensor, Tensor]:
         return hidden_BPD, hidden_BPD.to(self.lm_head.dtype) @ self.lm_head[depth].mT
 
     @classmethod

@@ -1,0 +1,450 @@
+"""EAGLE-3 heads: a decoder layer that attends to the text and reads several layers of the target.
+
+EAGLE-3 (arXiv 2503.01840). Position i of a text reads g, the outputs of several layers of the
+target at i side by side, and the token at i+1:
+
+    u = hidden_norm(fc g),    x = [input_norm(embedding(token)); u],
+    z = u + o attention(q x, k x, v x),    y = z + down(SiLU(gate m) * up m)  with  m = norm(z),
+
+and the logits are lm_head(output_norm(y)). All norms are RMSNorms; rotary positions are those of
+the states. Step 0 attends to all positions up to i. Step k >= 1 has position i+k: it reads the last
+step's y in place of fc g, and the token at i+1+k. It attends to the keys of step 0 up to i, and to
+the keys of its own steps 1 … k. Decoding does the same: the keys of accepted tokens come from the
+target's states, and those of drafted tokens live within one path of one tree.
+
+The embedding is the target's and frozen. Trained are fc [D, X] (X = D times the number of layers),
+the norms, attention, MLP, and the lm_head, which starts as the target's. At the start fc returns
+the highest layer's output, and attention and MLP add nothing. The layer may take more steps than it
+was trained for.
+
+It equals vLLM 0.32's `Eagle3LlamaForCausalLM` with `norm_before_residual`, and the models that
+SGLang, TensorRT-LLM and llama.cpp load as `LlamaForCausalLMEagle3`. Layer L is the output of the
+target's L-th layer, which transformers calls `hidden_states[L]` (the last layer's before the norm).
+
+Letters: S positions of packed rows, N positions with labels, C queries of a block, T new rows of a
+text, B texts, P nodes of a tree, D hidden size, X inputs, I inner size, V vocabulary, K steps,
+H query heads, G key-value heads, R = H / G, E head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.config.training import TrainConfig
+from pipeline.conversations.spans import IGNORED
+from pipeline.errors import ConfigError
+from pipeline.heads.draft_cache import DraftCache
+from pipeline.heads.kind import Heads, Rows, TargetWeights
+from pipeline.heads.shapes import Eagle3Shape, ExportFormat
+
+QUERIES = 512  # of a block of attention in training
+SHARED_BY = 4  # query heads that share one key and value head
+HEAD_SIZES = (128, 64)  # that every attention backend of vLLM supports; the first that fits twice
+
+
+class KeyValues(NamedTuple):
+    """Keys and values of rows or steps, [..., G, E]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class LayerInputs(NamedTuple):
+    """What the layer computes from a state and a token: u, queries [..., H, E], keys and values."""
+
+    u: Tensor
+    queries: Tensor
+    kept: KeyValues
+
+
+class Eagle3Heads(Heads):
+    """EAGLE-3 draft heads: one decoder layer that drafts a token per step."""
+
+    Shape = Eagle3Shape
+    title = "EAGLE-3 heads"
+    units = "draft steps in training"
+    vllm_method = "eagle3"
+    saves_memory = ("a smaller train.eagle3.intermediate_size", "train.draft_vocab")
+    card_about = """\
+One decoder layer drafts all tokens (EAGLE-3, arXiv 2503.01840). It reads the outputs of several
+layers of the target at every position of the text, attends to all earlier positions, and goes on
+from its own state and its last guess.
+"""
+
+    shape: Eagle3Shape
+
+    def __init__(
+        self,
+        shape: Eagle3Shape,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ):
+        super().__init__(shape)
+        size = shape.hidden_size
+        queries = shape.attention_heads * shape.head_size
+        keys = shape.key_value_heads * shape.head_size
+
+        def zeros(*sizes: int, trains: bool = True) -> nn.Parameter:
+            """Return a parameter of zeros, frozen unless `trains`."""
+            tensor = torch.zeros(*sizes, dtype=dtype, device=device)
+            return nn.Parameter(tensor, requires_grad=trains)
+
+        self.fc = zeros(size, shape.row_size)
+        self.input_norm = zeros(size)
+        self.hidden_norm = zeros(size)
+        self.q = zeros(queries, 2 * size)
+        self.k = zeros(keys, 2 * size)
+        self.v = zeros(keys, 2 * size)
+        self.o = zeros(size, queries)
+        self.norm = zeros(size)
+        self.gate = zeros(shape.intermediate_size, size)
+        self.up = zeros(shape.intermediate_size, size)
+        self.down = zeros(size, shape.intermediate_size)
+        self.output_norm = zeros(size)
+        self.lm_head: nn.Parameter = zeros(shape.vocab_size, size)
+        self.embedding = zeros(shape.target_vocab_size, size, trains=False)
+
+    @classmethod
+    def shape_of(
+        cls, settings: TrainConfig, hidden_size: int, vocab_size: int, num_layers: int
+    ) -> Eagle3Shape:
+        """Return the shape of the configured layer, with the target's whole vocabulary.
+
+        Raises:
+            ConfigError: A layer is configured that the target does not have.
+        """
+        own = settings.eagle3
+        layers = _layers_of(own.layers, num_layers)
+        head_size = next((size for size in HEAD_SIZES if hidden_size >= 2 * size), HEAD_SIZES[-1])
+        attention_heads = own.attention_heads or max(1, hidden_size // head_size)
+        return Eagle3Shape(
+            hidden_size,
+            vocab_size,
+            settings.num_heads,
+            layers=layers,
+            intermediate_size=own.intermediate_size or 4 * hidden_size,
+            attention_heads=attention_heads,
+            key_value_heads=max(1, attention_heads // SHARED_BY),
+            head_size=head_size,
+        )
+
+    @classmethod
+    def initial(cls, shape: Eagle3Shape, target: TargetWeights) -> Eagle3Heads:
+        """Build an untrained layer, whose first step reads the highest layer's output alone.
+
+        q, k, v, gate and up are random, from torch's default generator.
+        """
+        lm_head_VD = target.lm_head()
+        heads = cls(shape, dtype=lm_head_VD.dtype, device=lm_head_VD.device)
+        size = shape.hidden_size
+        heads.fc.data[:, -size:] = torch.eye(size)
+        for norm_D in (heads.input_norm, heads.hidden_norm, heads.norm, heads.output_norm):
+            norm_D.data.fill_(1)
+        for weight in (heads.q, heads.k, heads.v, heads.gate, heads.up):
+            nn.init.normal_(weight, std=1 / math.sqrt(weight.shape[1]))
+        heads.lm_head.data.copy_(lm_head_VD)
+        heads.take_from(target)
+        return heads
+
+    def take_from(self, target: TargetWeights) -> None:
+        """Replace the frozen embedding by the target's, in the dtype of the heads."""
+        matrix = target.embedding().detach().to(self.fc.dtype)
+        self.embedding = nn.Parameter(matrix, requires_grad=False)
+
+    # The layer
+
+    def _norm(self, x: Tensor, weight_D: Tensor) -> Tensor:
+        """Return RMSNorm(x) with one of the layer's weights."""
+        return rms_norm(x, x.shape[-1:], weight_D.to(x.dtype), self.shape.norm_eps)
+
+    def _dtype(self) -> torch.dtype:
+        """Return autocast's dtype if autocast is enabled, otherwise the dtype of the weights."""
+        device = self.fc.device.type
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return self.fc.dtype
+
+    def _inputs(self, hidden: Tensor, tokens: Tensor, position: Tensor) -> LayerInputs:
+        """Return u [..., D] of states [..., D], and the queries, keys and values, rotated.
+
+        `tokens` and `position`, the token after each state and its rotary position, are [...].
+        """
+        shape = self.shape
+        u = self._norm(hidden.to(self._dtype()), self.hidden_norm)
+        embedded = self._norm(embedding(tokens, self.embedding).to(u.dtype), self.input_norm)
+        x = torch.cat((embedded, u), -1)
+        cos, sin = rotary(position, shape.head_size, shape.rope_theta)
+        q = linear(x, self.q).unflatten(-1, (shape.attention_heads, shape.head_size))
+        k = linear(x, self.k).unflatten(-1, (shape.key_value_heads, shape.head_size))
+        v = linear(x, self.v).unflatten(-1, (shape.key_value_heads, shape.head_size))
+        return LayerInputs(u, rotate(q, cos, sin), KeyValues(rotate(k, cos, sin), v))
+
+    def _outputs(self, u: Tensor, attended: Tensor) -> Tensor:
+        """Return y [..., D] of u [..., D] and the attention's result [..., H, E]."""
+        z = u + linear(attended.flatten(-2).to(u.dtype), self.o)
+        m = self._norm(z, self.norm)
+        return z + linear(silu(linear(m, self.gate)) * linear(m, self.up), self.down)
+
+    # Training and calibration
+
+    def states(
+        self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, rows: Rows | None = None
+    ) -> Tensor:
+        """Compute the normed states [K, N, D] after 1, 2, …, K steps over the true tokens.
+
+        `hidden_ND` is not read. One pass over all positions gives the keys of step 0.
+        """
+        assert rows is not None, "these heads read whole rows"
+        position_S = torch.arange(len(rows.tokens_S), device=next_N.device) - rows.start_S
+        read_SD = linear(rows.states_SX.to(self._dtype()), self.fc)
+        first = self._inputs(read_SD, rows.tokens_S, position_S)
+        learned_N = rows.learned_N
+        blocks = rows.blocks(QUERIES)
+        u_ND = first.u[learned_N]
+        queries_NHE = first.queries[learned_N]
+        own: list[KeyValues] = []
+        states: list[Tensor] = []
+        tokens_N = next_N
+        for step, labels_N in enumerate(labels_KN):
+            if step:
+                position_N = position_S[learned_N] + step
+                later = self._inputs(states[-1], tokens_N, position_N)
+                u_ND, queries_NHE = later.u, later.queries
+                own.append(later.kept)
+            attended_NHE = attend_to_rows(queries_NHE, first.kept, own, rows, blocks)
+            states.append(self._outputs(u_ND, attended_NHE))
+            tokens_N = labels_N.where(labels_N != IGNORED, 0)  # no later step has a label there
+        return self._norm(torch.stack(states), self.output_norm)
+
+    # Decoding
+
+    def open_cache(self, num_texts: int, num_slots: int) -> DraftCache:
+        """Allocate the layer's key/value cache for texts of up to `num_slots` positions."""
+        shape = self.shape
+        return DraftCache.empty(
+            (num_texts, shape.key_value_heads, num_slots, shape.head_size), self.fc
+        )
+
+    def advance(
+        self, read_BTX: Tensor, next_BT: Tensor, num_B: Tensor, cache: DraftCache | None
+    ) -> Tensor:
+        """Read positions that the target has computed; return each text's root [B, 1 + ...].
+
+        The keys of all T positions are written to the cache, which grows by `num_B`. A root holds
+        its state y and room for the keys and values of the path below it.
+        """
+        assert cache is not None
+        num_rows = read_BTX.shape[1]
+        row_T = torch.arange(num_rows, device=read_BTX.device)
+        position_BT = cache.length_B[:, None] + row_T
+        inputs = self._inputs(linear(read_BTX.to(self.fc.dtype), self.fc), next_BT, position_BT)
+        cache.write(*inputs.kept)
+        slot_S = torch.arange(cache.keys_BGSE.shape[2], device=read_BTX.device)
+        is_seen_BTS = slot_S <= position_BT[..., None]
+        attended_BHTE = scaled_dot_product_attention(
+            inputs.queries.transpose(1, 2),
+            cache.keys_BGSE,
+            cache.values_BGSE,
+            is_seen_BTS[:, None],
+            enable_gqa=True,
+        )
+        y_BTD = self._outputs(inputs.u, attended_BHTE.transpose(1, 2))
+        y_BD = y_BTD.take_along_dim(num_B[:, None, None] - 1, 1)[:, 0]
+        cache.length_B.add_(num_B)
+        path_size = 2 * (self.shape.max_depth - 1) * self.k.shape[0]
+        return torch.cat((y_BD, y_BD.new_zeros(len(y_BD), path_size)), 1)
+
+    def expand(
+        self,
+        hidden_BPD: Tensor,
+        tokens_BP: Tensor,
+        depth: int,
+        cache: DraftCache | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Expand P nodes at `depth`; return their states and the logits [B, P, V].
+
+        The state of a node holds y, and the keys and values of the nodes on its path. The root is
+        not computed again: `advance` has read its token.
+        """
+        size = self.shape.hidden_size
+        y_BPD, path_BPZ = hidden_BPD[..., :size], hidden_BPD[..., size:]
+        if depth:
+            assert cache is not None
+            position_B1 = cache.length_B[:, None] + depth - 1
+            inputs = self._inputs(y_BPD, tokens_BP, position_B1.expand_as(tokens_BP))
+            kept = torch.stack(inputs.kept, 2).flatten(2)  # of this node: keys, then values
+            start = (depth - 1) * kept.shape[-1]
+            before, after = path_BPZ[..., :start], path_BPZ[..., start + kept.shape[-1] :]
+            path_BPZ = torch.cat((before, kept, after), -1)
+            path_BPKE = path_BPZ[..., : start + kept.shape[-1]].unflatten(
+                -1, (depth, 2, self.shape.key_value_heads, self.shape.head_size)
+            )
+            attended_BPHE = attend_to_path(inputs.queries, path_BPKE, cache)
+            y_BPD = self._outputs(inputs.u, attended_BPHE)
+        logits_BPV = self._norm(y_BPD, self.output_norm) @ self.lm_head.mT
+        return torch.cat((y_BPD, path_BPZ), -1), logits_BPV
+
+    # Export: the container that vLLM, SGLang, TensorRT-LLM and llama.cpp read
+
+    @classmethod
+    def engine_config(
+        cls, shape: Eagle3Shape, format: ExportFormat, target: Mapping[str, Any]
+    ) -> dict[str, object]:
+        """Return the keys of config.json for an EAGLE-3 model that computes this layer."""
+        return {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "num_hidden_layers": 1,
+            "intermediate_size": shape.intermediate_size,
+            "num_attention_heads": shape.attention_heads,
+            "num_key_value_heads": shape.key_value_heads,
+            "head_dim": shape.head_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": shape.norm_eps,
+            "rope_theta": shape.rope_theta,
+            "max_position_embeddings": target.get("max_position_embeddings", 2048),
+            "tie_word_embeddings": False,
+            "draft_vocab_size": shape.vocab_size,
+            "target_hidden_size": shape.hidden_size,
+            "eagle_aux_hidden_state_layer_ids": list(shape.layers),
+            "num_aux_hidden_states": len(shape.layers),
+            "norm_before_residual": True,
+        }
+
+    def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
+        """Return the layer's tensors by their names in the original EAGLE-3 checkpoints.
+
+        A heads file (no `format`) also holds the target's embedding.
+        """
+        named: dict[str, Tensor] = {
+            "fc.weight": self.fc,
+            "midlayer.input_layernorm.weight": self.input_norm,
+            "midlayer.hidden_norm.weight": self.hidden_norm,
+            "midlayer.self_attn.q_proj.weight": self.q,
+            "midlayer.self_attn.k_proj.weight": self.k,
+            "midlayer.self_attn.v_proj.weight": self.v,
+            "midlayer.self_attn.o_proj.weight": self.o,
+            "midlayer.post_attention_layernorm.weight": self.norm,
+            "midlayer.mlp.gate_proj.weight": self.gate,
+            "midlayer.mlp.up_proj.weight": self.up,
+            "midlayer.mlp.down_proj.weight": self.down,
+            "norm.weight": self.output_norm,
+            "lm_head.weight": self.lm_head,
+        }
+        if format is None:
+            named["embed_tokens.weight"] = self.embedding
+        return {name: parameter.detach() for name, parameter in named.items()}
+
+
+def rotary(position: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [..., 1, E] of the rotary embedding at positions [...] (Llama's)."""
+    even = torch.arange(0, head_size, 2, device=position.device, dtype=torch.float32)
+    angle = position[..., None, None] * theta ** (-even / head_size)
+    angle = torch.cat((angle, angle), -1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate queries or keys [..., heads, E] by their positions."""
+    low, high = x.chunk(2, -1)
+    turned = torch.cat((-high, low), -1)
+    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
+
+
+def attend_to_rows(
+    queries_NHE: Tensor,
+    kept: KeyValues,
+    own: Sequence[KeyValues],
+    rows: Rows,
+    blocks: Sequence[tuple[slice, slice]],
+) -> Tensor:
+    """Attend from N positions to the keys of step 0 of their rows, and to keys of their own steps.
+
+    Blocks of queries are computed one by one, and again in the backward pass, so that no more than
+    one block's scores [H, C, S] are in memory.
+
+    Args:
+        kept: Keys and values of step 0, [S, G, E]. A query sees its row up to its own position.
+        own: Keys and values [N, G, E] of each later step, which only the same position sees.
+        blocks: The queries and the keys of each block, from `Rows.blocks`.
+    """
+    attended = []
+    for queries, keys in blocks:
+        position_C1 = rows.learned_N[queries, None]
+        first_C1 = rows.start_S[rows.learned_N[queries], None]
+        slot_S = torch.arange(keys.start, keys.stop, device=position_C1.device)
+        is_seen_CS = (slot_S <= position_C1) & (slot_S >= first_C1)
+        arguments = [queries_NHE[queries], kept.keys[keys], kept.values[keys], is_seen_CS]
+        for step in own:
+            arguments += [step.keys[queries], step.values[queries]]
+        attended.append(checkpoint(_attend_in_block, *arguments, use_reentrant=False))
+    return torch.cat(attended)
+
+
+def _attend_in_block(
+    queries_CHE: Tensor, keys_SGE: Tensor, values_SGE: Tensor, is_seen_CS: Tensor, *own: Tensor
+) -> Tensor:
+    """Attend from C queries to S keys with a mask, and to own keys and values [C, G, E] in turn."""
+    num_keys, num_groups, size = keys_SGE.shape
+    queries_GRCE = queries_CHE.unflatten(1, (num_groups, -1)).permute(1, 2, 0, 3) / math.sqrt(size)
+    keys_GES = keys_SGE.permute(1, 2, 0)
+    scores_GRCS = (queries_GRCE @ keys_GES[:, None]).float()
+    scores = [scores_GRCS.masked_fill(~is_seen_CS, -torch.inf)]
+    own_keys, own_values = own[::2], own[1::2]
+    for keys_CGE in own_keys:
+        own_GRC = (queries_GRCE * keys_CGE.transpose(0, 1)[:, None]).sum(-1)
+        scores.append(own_GRC[..., None].float())
+    shares = torch.cat(scores, -1).softmax(-1).to(values_SGE.dtype)
+    attended_GRCE = shares[..., :num_keys] @ values_SGE.transpose(0, 1)[:, None]
+    for place, values_CGE in enumerate(own_values, start=num_keys):
+        share_GRC1 = shares[..., place, None]
+        attended_GRCE = attended_GRCE + share_GRC1 * values_CGE.transpose(0, 1)[:, None]
+    return attended_GRCE.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def attend_to_path(queries_BPHE: Tensor, path_BPKE: Tensor, cache: DraftCache) -> Tensor:
+    """Attend from P nodes of each text to the cache and to the nodes of their own path.
+
+    `path_BPKE` [B, P, K, 2, G, E] holds the keys and values of the K nodes of each path.
+    """
+    num_groups, num_slots, size = cache.keys_BGSE.shape[1:]
+    queries_BGRPE = queries_BPHE.unflatten(2, (num_groups, -1)).permute(0, 2, 3, 1, 4)
+    queries_BGRPE = queries_BGRPE / math.sqrt(size)
+    scores_BGRPS = queries_BGRPE @ cache.keys_BGSE[:, :, None].mT
+    slot_S = torch.arange(num_slots, device=cache.length_B.device)
+    is_empty_BS = slot_S >= cache.length_B[:, None]
+    scores_BGRPS = scores_BGRPS.masked_fill(is_empty_BS[:, None, None, None], -torch.inf)
+    keys_BGPKE, values_BGPKE = path_BPKE.permute(3, 0, 4, 1, 2, 5)
+    own_BGRPK = (queries_BGRPE[..., None, :] @ keys_BGPKE[:, :, None].mT)[..., 0, :]
+    shares = torch.cat((scores_BGRPS, own_BGRPK), -1).float().softmax(-1).to(queries_BPHE.dtype)
+    shares_BGRPS, shares_BGRPK = shares.split((num_slots, own_BGRPK.shape[-1]), -1)
+    attended = shares_BGRPS @ cache.values_BGSE[:, :, None]
+    attended = attended + (shares_BGRPK[..., None, :] @ values_BGPKE[:, :, None])[..., 0, :]
+    return attended.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _layers_of(wanted: Sequence[int] | str, num_layers: int) -> tuple[int, ...]:
+    """Return the configured layers of a target of `num_layers`, ascending; see `Eagle3Config`.
+
+    Raises ConfigError for a layer that the target does not have.
+    """
+    if wanted == "last":
+        return (num_layers,)
+    if isinstance(wanted, str):
+        paper = {2, num_layers // 2, num_layers - 3}  # section 4 and the authors' code
+        return tuple(sorted(layer for layer in paper if 1 <= layer <= num_layers)) or (num_layers,)
+    if max(wanted) > num_layers:
+        raise ConfigError(
+            f"The target has {num_layers} layers, and layer {max(wanted)} is configured.",
+            "train.eagle3.layers",
+            f"Name layers from 1 to {num_layers}.",
+        )
+    return tuple(sorted(set(wanted)))
