@@ -256,7 +256,8 @@ def statuses_of(run: RunDirectory, config: Config) -> dict[str, StageStatus]:
 
     Optional stages that the configuration does not ask for, such as `push`, are left out.
     """
-    return stage_statuses(run, resolve_run(config, tuple(STAGES)), STAGES)
+    resolved = resolve_run(config, tuple(STAGES))
+    return stage_statuses(Context(resolved, run, read_only=True), STAGES)
 
 
 def wanted_stages(

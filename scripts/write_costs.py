@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.artifacts.feature_rows import StateFormat  # noqa: E402
 from pipeline.config.load import load_config  # noqa: E402
-from pipeline.evaluation.batch_limits import GPUS  # noqa: E402
+from pipeline.evaluation.gpu_figures import GPUS  # noqa: E402
 from pipeline.execution.machine import GIB  # noqa: E402
 from pipeline.flow import STAGES  # noqa: E402
 from pipeline.run.estimate import (  # noqa: E402

@@ -1,32 +1,24 @@
 """The output of `medusa-distill plan`.
 
-It shows the state of each stage, tokens and disk space, training steps, workers, hours, memory and
-the batches that pay.
+It shows the state of each stage, tokens and disk space, training steps, workers, hours and memory.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.filesize import decimal
 
 from pipeline.cli.plan_times import newest_result, time_lines
 from pipeline.errors import EnvironmentFault
-from pipeline.evaluation.batch_limits import (
-    gpu_figures,
-    memory_bound_tokens,
-    sequences_in_memory,
-)
 from pipeline.execution.placement import most_workers
 from pipeline.flow import STAGES
 from pipeline.report.text_table import print_grid, wide_console
 from pipeline.run.checks import check_plan, warnings
+from pipeline.run.context import Context
 from pipeline.run.estimate import (
-    CACHED_TOKENS,
     GIB,
     TOLERANCE,
     RunSize,
@@ -34,7 +26,6 @@ from pipeline.run.estimate import (
     check_memory,
     memory_of_stages,
     on_planned_gpus,
-    planned_gpu_memory,
     run_size,
     target_sizes,
 )
@@ -46,8 +37,6 @@ from pipeline.storage.atomic import free_disk, require_free_disk
 from pipeline.storage.receipts import Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.sizes import TargetSizes
-from pipeline.targets.spec import cached_numbers
 from pipeline.training.checkpoints import KEPT
 from pipeline.training.recipe import too_few_steps
 
@@ -58,7 +47,6 @@ COLUMNS = {
     "gradients": "grads",
     "optimizer": "optim",
     "activations": "states",
-    "cache": "cache",
     "total": "total",
 }
 
@@ -69,11 +57,12 @@ def print_plan(run: ResolvedRun) -> None:
     if run.method.advice:
         notes.append(run.method.advice)
     directory = RunDirectory(run.config.run.directory, run.config.run.store)
-    statuses = stage_statuses(directory, run, STAGES)
+    context = Context(run, directory, read_only=True)
+    statuses = stage_statuses(context, STAGES)
     elsewhere = on_planned_gpus(run)
     seeds = statuses["seeds"].finished or count_seed_rows(run.config)
     generated = statuses["generate"].finished
-    earlier = newest_result(directory.store, "generate")
+    earlier = newest_result(context, "generate")
     size = run_size(elsewhere, seeds, generated, earlier.summary if earlier else None)
     unfinished = [name for name, state in statuses.items() if state.status not in FINISHED]
     if unfinished:
@@ -85,17 +74,16 @@ def print_plan(run: ResolvedRun) -> None:
     _print_stages(console, statuses)
     _print_lines(console, notes)
     _print_lines(console, _seed_lines(seeds))
-    _print_lines(console, _size_lines(size, earlier, statuses["features"], directory.store))
+    _print_lines(console, _size_lines(size, earlier, statuses["features"], context))
     if statuses["seeds"].finished is None and size.conversations is not None:
         require_enough_rows(size.conversations, run.config.seeds.holdout, "seeds.sources")
     _print_lines(console, _training_lines(size))
     _print_lines(console, _worker_lines(run, unfinished))
     target = target_sizes(elsewhere)
-    _print_lines(console, time_lines(elsewhere, size, target, directory.store, unfinished))
+    _print_lines(console, time_lines(context, elsewhere, size, target, unfinished))
     if target is not None:
         memory = memory_of_stages(elsewhere, target, size.positions)
         _print_memory(console, memory)
-        _print_lines(console, _batch_lines(elsewhere, target))
         trained = [stage for stage in memory if stage.stage == "train"]
         checkpoint = decimal(int(max(stage.heads + stage.optimizer for stage in trained)))
         line = f"Disk: {KEPT} checkpoints of {checkpoint}"
@@ -134,7 +122,7 @@ def _seed_lines(seeds: Summary | None) -> Iterator[str]:
 
 
 def _size_lines(
-    size: RunSize, earlier: StageDirectory | None, features: StageStatus, store: Path
+    size: RunSize, earlier: StageDirectory | None, features: StageStatus, context: Context
 ) -> Iterator[str]:
     """Yield lines of `plan` on conversations, tokens and disk space; warn if space is short."""
     if size.bytes_per_position is None:
@@ -159,8 +147,7 @@ def _size_lines(
     cached = 0
     if features.directory is not None and features.made:
         cached = sum(path.stat().st_size for path in features.directory.parquet_files())
-        need += f", {decimal(cached)} of them cached"
-    free = free_disk(store)
+    free = free_disk(context.run.store)
     yield f"\n{work}, {need}; {decimal(free)} of the disk are free."
     if features.status != "done" and (size.disk_bytes or 0) - cached > free:
         yield "! This does not fit on the disk: name a larger run.store, or set limits."
@@ -207,58 +194,15 @@ def _worker_lines(run: ResolvedRun, unfinished: Sequence[str]) -> Iterator[str]:
         yield line
 
 
-def _batch_lines(run: ResolvedRun, target: TargetSizes) -> Iterator[str]:
-    """Yield a line of `plan` on the batches that pay in vLLM, by arithmetic.
-
-    There is none if the GPU's peak figures or its memory are unknown. If calibrate will choose the
-    number of draft tokens, there is one per head.
-    """
-    placement = run.config.placement
-    name = None
-    if placement.gpu_memory_gb is None and torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-    gpu = gpu_figures(placement, name, target)
-    memory = planned_gpu_memory(run)
-    if gpu is None or memory is None:
-        return
-    num_gpus = max(1, run.gpus_of("generate"))
-    weights = target.weight_bytes()
-    tokens = memory_bound_tokens(gpu, weights / target.parameters)
-    length = min(CACHED_TOKENS, run.context)
-    text_bytes = length * cached_numbers(run.target_config) * target.itemsize
-    sequences = sequences_in_memory(num_gpus * memory, weights, text_bytes)
-    draft_tokens = run.config.calibrate.draft_tokens
-    if draft_tokens == "auto":
-        draft_tokens = run.config.train.num_heads
-    yield (
-        f"By arithmetic, a step on {name or 'such a GPU'} ({gpu.tflops:,g} TFLOP/s,"
-        f" {gpu.bandwidth_gbs:,g} GB/s) is bound by memory up to {tokens:,} tokens:"
-        f" {tokens // (draft_tokens + 1):,} requests with {draft_tokens} draft tokens each;"
-        f" the memory of {num_gpus} GPU(s) holds {sequences:,} sequences of {length:,} tokens."
-    )
-
-
 def _print_memory(console: Console, memory: Sequence[StageMemory]) -> None:
-    """Print the estimated memory of a worker of each stage for `plan`, in GiB.
-
-    For a stage that may not fit, also print the settings that save most.
-    """
-    rows, notes = [], []
+    """Print the estimated memory of a worker of each stage for `plan`, in GiB."""
+    rows = []
     for stage in memory:
         cells = [stage.name]
         for part in COLUMNS:
             gib = getattr(stage, part) / GIB
-            if not gib:
-                cells.append("")
-            elif gib < 0.1:
-                cells.append(" <0.1")
-            else:
-                cells.append(f"{gib:5.1f}")
+            cells.append(f"{gib:5.1f}" if gib else "")
         device = "?" if stage.device_bytes is None else f"{stage.device_bytes / GIB:5.1f}"
         rows.append([*cells, device])
-        if stage.fits() and not stage.fits(-TOLERANCE):
-            settings = ", ".join(stage.saves_memory)
-            notes.append(f"{stage.name} may not fit. What helps most: {settings}.")
     console.print(f"\nMemory of one worker on each of its devices, an estimate, ±{TOLERANCE:.0%}:")
     print_grid(console, ("GiB", *COLUMNS.values(), "there is"), rows)
-    _print_lines(console, notes)

@@ -102,8 +102,8 @@ class PlacementConfig(Section):
         None,
         description=(
             "Peak TFLOP/s of each GPU in the target's dtype, without sparsity (989.5 for an H100),"
-            " to estimate times and when batches stop paying; for GPUs that this machine does not"
-            " have, give gpu_memory_gb too. Default: that of its data sheet, for common GPUs."
+            " to estimate times; for GPUs that this machine does not have, give gpu_memory_gb too."
+            " Default: that of its data sheet, for common GPUs."
         ),
     )
     gpu_bandwidth_gbs: PositiveFloat | None = Field(

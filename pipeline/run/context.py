@@ -38,7 +38,7 @@ class Context:
 
     resolved: ResolvedRun
     run: RunDirectory
-    console: Console
+    console: Console = field(default_factory=lambda: Console(quiet=True))
     executor_name: str = "ray"
     read_only: bool = False
     upstream: dict[str, StageDirectory] = field(default_factory=dict)

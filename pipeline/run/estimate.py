@@ -1,8 +1,8 @@
 """Estimate a run before it starts: tokens, disk space, and the memory of each stage's worker.
 
 Until the generate stage has run, tokens are estimated from the longest answers that the settings
-allow. Memory is computed from config.json and the settings, to within about `TOLERANCE`. Memory
-that allocators and vLLM use besides tensors is not counted.
+allow. Memory is computed from config.json and the settings, to within about `TOLERANCE`. The KV
+cache, and memory that allocators and vLLM use besides tensors, are not counted.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from pipeline.run.kept_seeds import count_seed_rows
 from pipeline.run.resolved import ENGINE_SECTIONS, TARGET, ResolvedRun
 from pipeline.storage.receipts import Summary
 from pipeline.targets.sizes import TargetSizes, parameter_counts
-from pipeline.targets.spec import cached_numbers
 from pipeline.training.feature_batches import BATCHES_AHEAD
 from pipeline.training.recipe import Recipe
 from pipeline.training.task import Learner, product_dtype
 
 TOLERANCE = 0.2  # of an estimate of memory
 MANY_POSITIONS = 10**8  # so many that a recipe has the largest batches
-CACHED_TOKENS = 4096  # assumed length of a text in the KV cache
 KEPT_FOR_BACKWARD = 36  # activations of a token in a Llama-like decoder layer, over D
 KEPT_BY_MATRICES = 1.75  # activations of a position in heads: factor on their matrices' size over D
 SMALLER_TARGET = (
@@ -154,20 +152,19 @@ class StageMemory:
     gradients: float = 0
     optimizer: float = 0
     activations: float = 0  # states, logits and batches
-    cache: float = 0  # keys and values
 
     @property
     def total(self) -> float:
         """The estimated memory in bytes: the sum of all parts."""
         trained = self.heads + self.gradients + self.optimizer
-        return self.weights + trained + self.activations + self.cache
+        return self.weights + trained + self.activations
 
-    def fits(self, tolerance: float = TOLERANCE) -> bool:
-        """Return whether the estimate is at most (1 + `tolerance`) times the device's memory.
+    def fits(self) -> bool:
+        """Return whether the estimate is at most (1 + `TOLERANCE`) times the device's memory.
 
         If the device's memory is unknown, the result is True.
         """
-        return self.device_bytes is None or self.total <= (1 + tolerance) * self.device_bytes
+        return self.device_bytes is None or self.total <= (1 + TOLERANCE) * self.device_bytes
 
 
 def memory_of_stages(
@@ -184,17 +181,17 @@ def memory_of_stages(
     """
     config, memory = run.config, []
     if config.generate.mode != "passthrough":
-        memory.append(_decoding_memory(run, target, "generate", "generate", num_texts=1))
+        memory.append(_decoding_memory(run, target, "generate", "generate"))
     features = "features"
     if features in run.method.skipped_stages(config.train):
         features = "tuned-features"
-    memory.append(_decoding_memory(run, target, features, "features", num_texts=0))
+    memory.append(_decoding_memory(run, target, features, "features"))
     for name, learner in run.method.phases(config.train):
         phase = _training_memory(run, target, name or "train", learner, positions or MANY_POSITIONS)
         memory.append(phase)
     heads = sum(weight.numel() for weight in heads_to_count(run, run.shape.num_heads).parameters())
     for engine in config.check.engines:
-        check = _decoding_memory(run, target, "check", ENGINE_SECTIONS[engine], num_texts=2)
+        check = _decoding_memory(run, target, "check", ENGINE_SECTIONS[engine])
         memory.append(replace(check, name=f"check, {engine}", heads=heads * target.itemsize))
     return memory
 
@@ -223,22 +220,16 @@ def _device_bytes(run: ResolvedRun, stage: str, section: str) -> float | None:
 
 
 def _decoding_memory(
-    run: ResolvedRun, target: TargetSizes, stage: str, section: str, num_texts: int
+    run: ResolvedRun, target: TargetSizes, stage: str, section: str
 ) -> StageMemory:
-    """Estimate the memory per device of a worker that runs the target.
-
-    It holds the weights and a KV cache of `num_texts` texts of `CACHED_TOKENS` tokens, both divided
-    among the worker's GPUs.
-    """
+    """Estimate the memory per device of a worker that runs the target: weights, over its GPUs."""
     gpus = max(1, run.gpus_of(section))
-    cached = num_texts * CACHED_TOKENS * cached_numbers(run.target_config)
     return StageMemory(
         stage,
         stage,
         _device_bytes(run, stage, section),
         (f"placement.{section}.gpus_per_worker: {2 * gpus}", *SMALLER_TARGET),
         weights=target.weight_bytes(run.config.target.quantization) / gpus,
-        cache=cached * target.itemsize / gpus,
     )
 
 

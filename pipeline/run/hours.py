@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.evaluation.batch_limits import GpuFigures, gpu_figures, sequences_in_memory
+from pipeline.evaluation.gpu_figures import GpuFigures, gpu_figures
 from pipeline.evaluation.native import NUM_WARM_UPS
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS
 from pipeline.evaluation.served_figures import NUM_IN_TURN
@@ -136,8 +136,8 @@ class Hours:
         weights = self.target.weight_bytes()
         requests = min(REQUESTS, num_texts)
         if rates.memory is not None:
-            held = sequences_in_memory(ENGINE_MEMORY * rates.memory, weights, text_bytes)
-            requests = max(1, min(requests, held))
+            held = (ENGINE_MEMORY * rates.memory - weights) // text_bytes
+            requests = max(1, min(requests, int(held)))
         step = max(
             (weights + requests * text_bytes / 2) / rates.num_bytes,
             2 * self.target.parameters * requests / rates.operations,
@@ -256,12 +256,12 @@ def rates_of_sections(run: ResolvedRun, target: TargetSizes) -> dict[str, Rates]
 
 def _rates_of_device(run: ResolvedRun, target: TargetSizes, *, on_gpu: bool) -> Rates | None:
     """Return the rates of one GPU, or of this machine's CPU; None if they are not known."""
-    placement, is_elsewhere = run.config.placement, bool(os.environ.get("RAY_ADDRESS"))
-    is_here = on_gpu and placement.gpu_memory_gb is None and torch.cuda.is_available()
+    is_elsewhere = bool(os.environ.get("RAY_ADDRESS"))
     if not on_gpu:
         return None if is_elsewhere else Rates.measured(torch.device("cpu"), torch.float32)
+    is_here = run.config.placement.gpu_memory_gb is None and torch.cuda.is_available()
     name = torch.cuda.get_device_name() if is_here else None
-    gpu = gpu_figures(placement, name, target)
+    gpu = gpu_figures(run.config.placement, name, target)
     memory = planned_gpu_memory(run)
     if gpu is not None and memory is not None:
         return Rates.of_gpu(gpu, memory)

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rich.console import Console
-
 from pipeline.artifacts.check_result import check_failures
 from pipeline.errors import MedusaDistillError
 from pipeline.run.context import Context, Stage, skipped_stages
-from pipeline.run.resolved import ResolvedRun
 from pipeline.storage.receipts import Identity, StageTotals, Summary
-from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 
 FINISHED = {"done", "failed", "skipped"}  # statuses of stages that do not run
@@ -54,19 +50,16 @@ class StageStatus:
         return StageTotals(self.directory.receipts().values()).summary()
 
 
-def stage_statuses(
-    run: RunDirectory, resolved: ResolvedRun, stages: Mapping[str, Stage]
-) -> dict[str, StageStatus]:
-    """Determine the status of every stage of a run, upstream first.
+def stage_statuses(context: Context, stages: Mapping[str, Stage]) -> dict[str, StageStatus]:
+    """Determine the status of every stage of a read-only context's run, upstream first.
 
     If a stage's fingerprint cannot be computed, because the target or the seeds cannot be read now,
     this stage and all later ones get the status of the directories that the run links to. Stages
     that are skipped without a reason are left out.
     """
-    context = Context(resolved, run, Console(quiet=True), read_only=True)
     statuses = {}
     obstacle = None
-    skipped = skipped_stages(resolved.config)
+    skipped = skipped_stages(context.config)
     for name, stage in stages.items():
         if name in skipped:
             if skipped[name]:
@@ -78,12 +71,12 @@ def stage_statuses(
             except MedusaDistillError as error:
                 obstacle = error
         if obstacle is not None:
-            statuses[name] = _as_linked(run.latest(name), obstacle)
+            statuses[name] = _as_linked(context.run.latest(name), obstacle)
             continue
         statuses[name] = _stage_status(context, stage, statuses)
     checked = statuses.get("check")
     if checked is not None and checked.finished:
-        failures = check_failures(checked.finished, resolved.config)
+        failures = check_failures(checked.finished, context.config)
         if failures:
             statuses["check"] = replace(checked, status="failed", why="; ".join(failures))
     return statuses

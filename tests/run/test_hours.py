@@ -10,7 +10,7 @@ import pytest
 from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, PretrainedConfig
 
 from benchmarks.gpu_size import MISTRAL_7B
-from pipeline.evaluation.batch_limits import GPUS
+from pipeline.evaluation.gpu_figures import GPUS
 from pipeline.execution.placement import Resources
 from pipeline.run.estimate import RunSize, on_planned_gpus, target_sizes
 from pipeline.run.hours import Hours, Rates

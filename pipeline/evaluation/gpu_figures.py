@@ -1,18 +1,6 @@
-"""Compute when batches stop paying: where a GPU's computation and its memory run out.
+"""The peak figures of GPUs, by their data sheets or the settings.
 
-A decoding step reads each of the target's W weights once, however many tokens it computes: in
-`bytes_per_weight * W / bandwidth` seconds. It multiplies and adds once per weight and token: in
-`2 * W * tokens / flops` seconds. The two are equal at
-
-    tokens = flops * bytes_per_weight / (2 * bandwidth)
-
-Up to that number a step is bound by memory, and verifying draft tokens costs next to nothing.
-Beyond it every token costs its share of the computation, and rejected draft tokens cost time.
-
-This is arithmetic with the peak figures of data sheets, which no program reaches. It leaves out
-activations, the heads, and in a step's time also keys and values. Reading these keeps steps with
-long contexts bound by memory up to more tokens, and so does a mixture of experts, which reads more
-weights than one token computes with. Products are taken to have 16 bits, also those of quantized
+No program reaches these figures. Products are taken to have 16 bits, also those of quantized
 weights.
 """
 
@@ -86,19 +74,3 @@ def gpu_figures(
     if name is None or target.itemsize != 2:
         return None
     return GPUS.get(name)
-
-
-def memory_bound_tokens(gpu: GpuFigures, bytes_per_weight: float) -> int:
-    """Return the number of tokens up to which a decoding step is bound by memory (B*).
-
-    GPUs that share the target each read and compute their part, so their number does not matter.
-    """
-    return int(1000 * gpu.tflops * bytes_per_weight / (2 * gpu.bandwidth_gbs))
-
-
-def sequences_in_memory(memory: float, weights: float, bytes_per_sequence: float) -> int:
-    """Return the number of sequences whose keys and values fit beside the weights (B+).
-
-    All arguments are in bytes. The result is 0 if the weights do not fit.
-    """
-    return max(0, int((memory - weights) / bytes_per_sequence))
