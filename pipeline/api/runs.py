@@ -158,7 +158,7 @@ class Run:
     def accuracies(self) -> list[list[float]]:
         """Return how often the r-th guess of each head is right, as shares, `[heads][ranks]`.
 
-        They were measured by calibrate, on held-out rows or on `calibrate.data`.
+        They were measured by calibrate, on held-out rows.
         """
         return read_calibration(self._stage("calibrate").path).accuracies
 

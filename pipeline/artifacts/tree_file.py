@@ -95,7 +95,6 @@ class TreeFigures(Expected):
     nodes: int
     depth: int
     source: str
-    text: str  # what it was measured on
     tokens_by_depth: list[float]
     dynamic: DynamicTree | None = None
     sizes: list[TimedSize] | None = None

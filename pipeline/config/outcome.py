@@ -70,13 +70,6 @@ class CalibrateConfig(Section):
             " a JSON file with such a list."
         ),
     )
-    data: Path | None = Field(
-        None,
-        description=(
-            "File of conversations, in any form that seeds have, to measure on instead of held-out"
-            " rows. The target answers its questions greedily."
-        ),
-    )
     draft_tokens: PositiveInt | Literal["auto"] = Field(
         "auto",
         description=(

@@ -31,7 +31,7 @@ from pipeline.decoding.tree import Choices
 from pipeline.errors import ConfigError, DataError
 from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.targets.dialogue_pool import run_dialogues
-from pipeline.targets.engines import EngineName, GenerationEngine, make_generation_engine
+from pipeline.targets.engines import EngineName, make_generation_engine
 from pipeline.targets.spec import (
     TargetSpec,
     context_length,
@@ -225,18 +225,11 @@ def ask_questions(
         progress.begin(f"{engine} starts", 0)
         running = make_generation_engine(engine, target, {}, gpus)
         progress.begin("the prompts of later turns", len(dialogues), unit="questions")
-        answer_all(running, dialogues, progress)
+        with contextlib.closing(running):
+            run_dialogues(dialogues, running, progress.update)
     else:
         run_dialogues(dialogues, None)
     return dialogues
-
-
-def answer_all(
-    engine: GenerationEngine, dialogues: Sequence[Dialogue], progress: ProgressReporter
-) -> None:
-    """Run the dialogues on the engine until all are finished, then close the engine."""
-    with contextlib.closing(engine):
-        run_dialogues(dialogues, engine, progress.update)
 
 
 def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:

@@ -31,10 +31,7 @@ EXPECTED = ("expected rate", "step time", "expected speed")
 def heads_table(report: Report) -> Table:
     """Build the report's table of the heads' accuracies; head k predicts the token at t+2+k."""
     table = Table("Heads", ["head", "predicts", *RANKS], words=(0, 1))
-    table.note = "Share of tokens that are among a head's first guesses"
-    if report.tree:
-        table.note += f", on {report.tree.text}"
-    table.note += "."
+    table.note = "Share of held-out tokens that are among a head's first guesses."
     for k, head in enumerate(report.heads):
         shares = head.top1, head.top2, head.top3, head.top4, head.top5
         table.add(str(k), f"t+{k + 2}", *map(percent, shares))

@@ -277,15 +277,14 @@ def check_method(run: ResolvedRun) -> None:
 
 
 def check_files(run: ResolvedRun) -> None:
-    """Raise ConfigError if `check.prompts` or `calibrate.data` names a file that does not exist."""
-    files = {"check.prompts": run.config.check.prompts, "calibrate.data": run.config.calibrate.data}
-    for key, path in files.items():
-        if isinstance(path, Path) and not path.is_file():
-            raise ConfigError(
-                f"There is no file {path}.",
-                key,
-                "Name a file of conversations, or leave it unset for held-out rows.",
-            )
+    """Raise ConfigError if `check.prompts` names a file that does not exist."""
+    path = run.config.check.prompts
+    if isinstance(path, Path) and not path.is_file():
+        raise ConfigError(
+            f"There is no file {path}.",
+            "check.prompts",
+            "Name a file of conversations, or leave it unset for held-out rows.",
+        )
 
 
 def check_acceptance(run: ResolvedRun) -> None:

@@ -1,7 +1,7 @@
 """calibrate: measure the heads on held-out rows, and choose the candidate tree and the chain.
 
-The heads are measured on the `calibrate` split, or on the target's answers to the questions of
-`calibrate.data`. If training tuned the backbone, the states come from `tuned-features`.
+The heads are measured on the `calibrate` split. If training tuned the backbone, the states come
+from `tuned-features`.
 
 Static trees are searched by products of accuracies (paper 2.3.3) and by the frequency of whole
 paths. To estimate the acceleration rate and its standard error, the trees searched on each half of
@@ -31,11 +31,9 @@ from pipeline.artifacts.seen_answers import training_text
 from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.artifacts.tree_file import CalibrateResult, Calibration, TreeFigures
 from pipeline.config import Config
-from pipeline.conversations.sources import read_questions
 from pipeline.decoding.held_out import HeldOutRanks
 from pipeline.decoding.tree_search import CrossFit, rank_accuracies
 from pipeline.errors import DataError
-from pipeline.evaluation.answer_states import measured_on_answers, written_answers
 from pipeline.evaluation.choosing import (
     MEASURED_SIZES,
     ChosenTree,
@@ -53,7 +51,6 @@ from pipeline.evaluation.choosing import (
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, measure_overheads
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.execution.progress import ProgressReporter
-from pipeline.run.checks import check_files
 from pipeline.run.context import Context, Stage
 from pipeline.run.resolved import ENGINE_SECTIONS
 from pipeline.storage.receipts import Identity, Summary
@@ -67,7 +64,7 @@ from pipeline.training.held_out_accuracy import (
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
-VERSION = 16
+VERSION = 17
 FIGURES = {
     "tree.nodes": "nodes",
     "tree.expected_acceleration_rate": "expected acceleration rate",
@@ -82,9 +79,9 @@ def upstream(config: Config) -> tuple[str, ...]:
 
 
 def identity(context: Context) -> Identity:
-    """Return what calibrate's result depends on: its settings and the file `calibrate.data`."""
+    """Return what calibrate's result depends on: its settings."""
     settings = context.config.calibrate
-    found: Identity = {
+    return {
         "tree": settings.tree,
         "nodes": settings.nodes,
         "depth": settings.depth,
@@ -92,13 +89,6 @@ def identity(context: Context) -> Identity:
         "choices": context.resolved.choices,
         "draft_tokens": settings.draft_tokens,
     }
-    if settings.data:
-        check_files(context.resolved)
-        written = context.config.generate.model_dump(
-            mode="json", include={"max_new_tokens", "rounds", "on_truncated"}
-        )
-        found["data"] = {"file": context.digests.of(settings.data), **written}
-    return found
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
@@ -106,12 +96,10 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     config, settings = context.config, context.config.calibrate
     num_heads = config.train.num_heads
     with context.progress(stage) as progress:
-        measured = _rank_answers if settings.data else _rank_held_out_rows
-        ranks, places = measured(context, progress)
+        ranks, places = _rank_held_out_rows(context, progress)
         hits_KR, counts_K = ranks.guess_hits(settings.top)
         num_conversations = len(np.unique(ranks.conversations))
-        where = settings.data or stage.path
-        _require_labels(counts_K[:num_heads], num_conversations, where)
+        _require_labels(counts_K[:num_heads], num_conversations, stage.path)
         tree, chain_overheads = _choose_tree(context, ranks, places, progress)
     longest = context.resolved.max_draft_tokens
     num_tokens, chain = chosen_chain(ranks, longest, num_heads, chain_overheads)
@@ -133,7 +121,6 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         nodes=tree.num_nodes,
         depth=tree.depth,
         source=tree.source,
-        text="calibrate.data" if settings.data else "held-out rows",
         tokens_by_depth=tree.tokens_by_depth(),
         dynamic=tree.dynamic,
         sizes=tree.sizes or None,
@@ -244,37 +231,6 @@ def _rank_held_out_rows(
     if tree is None:
         return ranks, None
     return ranks, context.call(held_out_places, "train", progress, text=text, tree=tree)
-
-
-def _rank_answers(
-    context: Context, progress: ProgressReporter
-) -> tuple[HeldOutRanks, HeldOutRanks | None]:
-    """Let the target answer `calibrate.data`, and rank the answers' tokens.
-
-    The first result holds ranks among the heads' guesses. The second holds ranks among a dynamic
-    tree's nodes; it is None without a dynamic tree.
-    """
-    settings, target = context.config.calibrate, context.backbone("train")
-    assert settings.data is not None
-    answers = context.call(
-        written_answers,
-        "generate",
-        progress,
-        target=target,
-        conversations=read_questions(settings.data),
-        settings=context.config.generate,
-    )
-    return context.call(
-        measured_on_answers,
-        "features",
-        progress,
-        target=target,
-        heads=_heads_path(context),
-        answers=answers,
-        top=settings.top,
-        tree=context.resolved.dynamic_tree,
-        trained=training_text(context.upstream["generate"]),
-    )
 
 
 STAGE = Stage(NAME, VERSION, upstream, identity, run, FIGURES)

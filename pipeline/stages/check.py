@@ -172,14 +172,14 @@ class CheckEngines:
     def vllm_figures(self, request: CheckRequest, result: CheckResult) -> VllmFigures:
         """Return vLLM's figures with expected rates and, if configured, the study `load`.
 
-        The rate that calibration expects is added only if both stages use held-out rows. The rate
+        The rate that calibration expects is added only if the check uses held-out rows. The rate
         of the same chain on the same text is added only if native decoding was checked too.
         """
         calibration, held_out, chain = request.calibration, None, None
         assert result.vllm is not None and calibration is not None
         if result.native is not None:
             chain = result.native.chain
-        if self.context.config.calibrate.data is None and self.questions is None:
+        if self.questions is None:
             held_out = calibration.chain[calibration.num_speculative_tokens - 1]
         figures = with_expectations(result.vllm, chain, held_out)
         if "load" in request.settings.studies:

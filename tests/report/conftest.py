@@ -32,7 +32,6 @@ TREE: dict[str, Any] = {
     "nodes": 5,
     "depth": 2,
     "source": "joint",
-    "text": "held-out rows",
     "tokens_by_depth": [0.74, 0.358],
     "expected_acceleration_rate": 2.098,
     "answers": 40,

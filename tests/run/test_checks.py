@@ -30,7 +30,6 @@ REFUSED = [
     ({"calibrate__draft_tokens": 4}, "calibrate.draft_tokens"),
     ({"calibrate__tree": "dynamic", "calibrate__nodes": 9999}, "calibrate.nodes"),
     ({"calibrate__choices": "/absent.json"}, "calibrate.choices"),
-    ({"calibrate__data": "/absent.jsonl"}, "calibrate.data"),
     ({"generate__max_new_tokens": 3}, "train.num_heads"),
     ({"check__max_new_tokens": 192}, "check.max_new_tokens"),
     ({"export__formats": ["shared"]}, "export.formats"),

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 
 from pipeline.artifacts.json_form import from_json
 from pipeline.artifacts.tree_file import CalibrateResult, read_calibration
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError
 from pipeline.flow import run_flow
-from tests.flows.tiny import stages_run, stored, write_lines
+from tests.flows.tiny import stages_run, stored
 
 
 @pytest.fixture
@@ -218,27 +218,3 @@ def test_a_tree_that_cannot_be_used_is_refused_first(run_again, tmp_path, text):
     with pytest.raises(ConfigError, match="choices") as caught:
         run_again(calibrate__choices=str(tmp_path / "choices.json"))
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_answers_to_a_file_of_questions_replace_held_out_rows(copied_run, run_again, tmp_path):
-    before = result_of(copied_run)
-    turns = [[f"why {word}?", "how does it run?"] for word in ("moon", "stone", "cat", "dog")]
-    file = write_lines(tmp_path / "questions.jsonl", *({"turns": each} for each in turns))
-    exported = copied_run.latest("export").fingerprint
-    run = run_again("check", calibrate__data=file)
-    assert stages_run(run) == ["calibrate", "export", "check"], "nothing is trained again"
-    found = result_of(run)
-    assert found.conversations == 4 and found.tree.text == "calibrate.data"
-    assert found.heads != before.heads and run.latest("export").fingerprint != exported
-    assert stages_run(run_again("check", calibrate__data=file)) == []
-
-
-@pytest.mark.parametrize("text", [json.dumps({"turns": ["moon " * 400]}) + "\n", "[]"])
-def test_a_file_without_usable_rows_is_named(copied_run, run_again, tmp_path, text):
-    (tmp_path / "questions.jsonl").write_text(text)
-    with pytest.raises(DataError, match=r"questions\.jsonl") as caught:
-        run_again(calibrate__data=str(tmp_path / "questions.jsonl"))
-    assert caught.value.exit_code == 3 and "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"calibrate\.data"):
-        run_again(calibrate__data=str(tmp_path / "absent.jsonl"))
