@@ -266,12 +266,11 @@ class TrainConfig(Section):
     checkpoint_every: PositiveInt | None = Field(
         None, description="Steps between checkpoints, instead of checkpoint_minutes."
     )
-    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = Field(
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         ("tensorboard",),
         description=(
             "Trackers for the curves, configuration and final figures of training, each logged with"
-            " its own library. Trackio is local; Weights & Biases needs a login or"
-            " WANDB_MODE=offline."
+            " its own library. Weights & Biases needs a login or WANDB_MODE=offline."
         ),
     )
     medusa: MedusaConfig = Field(

@@ -1,10 +1,9 @@
-"""Training metrics: metrics.jsonl with one line per step, and TensorBoard, Trackio, W&B.
+"""Training metrics: metrics.jsonl with one line per step, and TensorBoard, W&B.
 
 A resumed training logs no step twice and continues the same run in each tracker; points that a
 killed process had not sent are missing in the tracker. A tracker that fails is dropped and training
-continues. A library is imported only if `train.report_to` names it. The files of TensorBoard and
-Weights & Biases are beside the heads; Trackio's files are where its dashboard looks for them.
-Weights & Biases' own settings decide whether it is online.
+continues. A library is imported only if `train.report_to` names it. Their files are beside the
+heads. Weights & Biases' own settings decide whether it is online.
 """
 
 from __future__ import annotations
@@ -142,38 +141,6 @@ class TensorBoard:
         self.writer.close()
 
 
-class Trackio:
-    """Tracker that logs training metrics to Trackio's local database."""
-
-    def begin(self, spec: TrainSpec, run_id: str, reported: int) -> None:
-        """Start the training's Trackio run, or continue it."""
-        import trackio
-
-        with contextlib.redirect_stdout(None):
-            self.run = trackio.init(
-                project=PROJECT,
-                name=f"{spec.run_name}-{run_id[:8]}",
-                config=spec.configuration,
-                resume="allow",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
-
-    def log(self, step: int, numbers: dict[str, float]) -> None:
-        """Log a training step's metrics to Trackio."""
-        self.run.log(numbers, step=step)
-
-    def finish(self, result: Mapping[str, Any] | None) -> None:
-        """Log the training's result, if there is one, and end the Trackio run."""
-        import trackio
-
-        with contextlib.redirect_stdout(None):
-            if result is not None:
-                self.run.log(dict(flatten_metrics(result, "final")))
-            trackio.finish()
-
-
 class WeightsAndBiases:
     """Tracker that logs training metrics to Weights & Biases."""
 
@@ -208,10 +175,9 @@ class WeightsAndBiases:
         self.run.finish(exit_code=1 if result is None else 0)
 
 
-Tracker = TensorBoard | Trackio | WeightsAndBiases
+Tracker = TensorBoard | WeightsAndBiases
 TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoard,
-    "trackio": Trackio,
     "wandb": WeightsAndBiases,
 }
 
