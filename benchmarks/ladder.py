@@ -65,13 +65,13 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "recurrent, with the backbone": (*HARD, *RECURRENT, *BACKBONE),
 }
 BASE = (
-    "train.heads=medusa", f"calibrate.nodes={NODES}", "check.baselines=[]", "check.repeats=1", "check.studies=[trees]",  # noqa: E501
+    "train.heads=medusa", f"calibrate.nodes={NODES}", "check.baselines=[]", "check.repeats=1",
     "check.min_acceleration_rate=0",
 )  # fmt: skip
 FEW = (
     "seeds.sources=[{path: data/seeds.sharegpt.jsonl, limit: 24}]", "seeds.holdout=0.3",
     "generate.engine=transformers", "generate.max_new_tokens=16", "generate.rounds=1", "train.epochs=1",  # noqa: E501
-    "train.warmup_steps=1", "check.prompts=2", "check.max_new_tokens=8", "check.studies=[]", "check.engines=[native]",  # noqa: E501
+    "train.warmup_steps=1", "check.prompts=2", "check.max_new_tokens=8", "check.engines=[native]",
     "limits.max_quarantine_fraction=1",
 )  # fmt: skip
 FEW_RECIPES = ("Medusa", "Medusa-2, joint", "recurrent, soft labels")
@@ -145,7 +145,6 @@ def figures(config: Path, overrides: Sequence[str], name: str) -> dict[str, Any]
         "train_seconds": report["seconds_by_stage"]["train"],
         "steps": report["train"].get("steps"),
         "drift": report["train"].get("drift"),
-        "trees": native.get("studies", {}).get("trees"),
     }
 
 
@@ -165,7 +164,7 @@ def _given(option: str, arguments: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Compare the recipes on another target; print the table, and each recipe's study of trees."""
+    """Compare the recipes on another target; print the table."""
     config, *overrides = [word for word in arguments if not word.startswith(OPTIONS)] or [""]
     if not config:
         raise ConfigError("Name a configuration.", "benchmarks.ladder", f"{DEMO} is one.")
@@ -184,12 +183,6 @@ def main(arguments: Sequence[str]) -> None:
     )
     print("|---|---|---|---|---|---|---|")
     print("\n".join(as_row(name, row) for name, row in found.items()))
-    for name, row in found.items():
-        for tree in row["trees"] or ():
-            print(
-                f"{name}: {tree['tree']}, {tree['nodes']} nodes: {tree['acceleration_rate']},"
-                f" {tree['speedup']}x"
-            )
 
 
 if __name__ == "__main__":

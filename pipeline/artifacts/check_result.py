@@ -15,7 +15,6 @@ from pipeline.storage.atomic import JsonObject
 from pipeline.storage.receipts import Summary
 
 PLAIN, HEADS = "plain", "heads"  # methods of decoding in vLLM; others have their own names
-STOCK_TREE = "stock (Vicuna-7B's)"  # in the study of trees
 LEAST_SHORTFALL = 0.1  # tokens per step
 LEAST_LEARNED = 0.1  # share of the labels that guessing by frequency misses
 
@@ -127,14 +126,6 @@ class Baseline(Speed):
 
 
 @result
-class TreeRow(Speed):
-    """The speed with one tree in the study `trees`."""
-
-    tree: str
-    nodes: int
-
-
-@result
 class Percentiles:
     """Percentiles of a time under load, in milliseconds."""
 
@@ -166,9 +157,8 @@ class LoadRow(Speed):
 
 @result
 class Studies:
-    """The rows of each study; None for a study that was not run."""
+    """The rows of each study; None if it was not run."""
 
-    trees: list[TreeRow] | None = None
     load: list[LoadRow] | None = None
 
 
@@ -183,7 +173,6 @@ class EngineFigures(Speed):
     largest_gap: float | None = None  # of a token to the best logit, in differences that are no tie
     seen_share: float | None = None  # share of answers that are also in training rows
     new: NewAnswers | None = None
-    studies: Studies | None = None
 
 
 @result
@@ -208,6 +197,7 @@ class VllmFigures(EngineFigures):
     num_speculative_tokens: int | None = None
     methods: list[ServedMethod] | None = None  # the heads first
     loads: list[LoadRow] | None = None  # of all methods, with one prompt and all prompts at once
+    studies: Studies | None = None
     failed_loads: dict[str, str] | None = None  # why a method has no rows in the study `load`
     accepted_per_position: list[float] | None = None
     same_text_acceleration_rate: float | None = None  # replayed on native answers

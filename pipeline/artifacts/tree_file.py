@@ -64,7 +64,6 @@ class Calibration:
     num_speculative_tokens: int  # of the chain
     chain: list[ChainLength]  # of 1, 2, … draft tokens
     dynamic: DynamicTree | None = None
-    searched: tuple[TreePath, ...] | None = None  # None if the user gave a tree
 
     @property
     def tree(self) -> tuple[TreePath, ...] | DynamicTree:

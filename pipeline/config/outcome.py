@@ -12,7 +12,7 @@ from pipeline.config.running import Section
 FormatName = Literal["expanded", "shared", "reference"]
 BaselineName = Literal["generate", "prompt-lookup", "assistant", "retrieval"]
 EngineBaseline = Literal["ngram", "draft-model", "suffix"]
-StudyName = Literal["trees", "load"]
+StudyName = Literal["load"]
 
 
 class LatencyLimits(Section):
@@ -191,10 +191,7 @@ class CheckConfig(Section):
     )
     studies: tuple[StudyName, ...] = Field(
         (),
-        description=(
-            "Further measurements: candidate trees; load: vLLM as a server with 1 to 64 requests at"
-            " once."
-        ),
+        description="Further measurements. load: vLLM as a server with 1 to 64 requests at once.",
     )
     slo: LatencyLimits = Field(
         default_factory=LatencyLimits,

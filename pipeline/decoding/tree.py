@@ -28,11 +28,9 @@ from pipeline.heads.kind import Heads, Level
 TreePath = tuple[int, ...]
 Choices = Iterable[Sequence[int]]  # the paths of a tree, without the root
 
-STOCK_TREE = "mc-sim-7b-63"  # searched for Vicuna-7B; the authors' default
-STOCK_NODES = 63  # without the root
-
-# The stock tree as numbers of children (ranks 0, 1, 2, …): first of the root, then of each path of
-# depth 1 in order, and so on. Paths after the last number have no children.
+# The authors' default tree, `mc-sim-7b-63`, was searched for Vicuna-7B. It is written as numbers of
+# children (ranks 0, 1, 2, …): first of the root, then of each path of depth 1 in order, and so on.
+# Paths after the last number have no children.
 CHILDREN = ("10", "10 7 3 2 1 1 1 1 1 1", "10 3 2 1 1 1 1 1 0 0 2 0 0 0 0 0 0 1", "2")
 
 

@@ -15,7 +15,7 @@ from pipeline.artifacts.seen_answers import ENOUGH_NEW, NewAnswers
 from pipeline.artifacts.tree_file import Accuracy, ChainLength, TimedSize
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutRanks, Replay, replay, replay_dynamic
-from pipeline.decoding.tree import STOCK_NODES, Choices, TreePath, cartesian_tree
+from pipeline.decoding.tree import Choices, TreePath, cartesian_tree
 from pipeline.decoding.tree_search import CrossFit, fastest_choice
 
 MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # nodes of the trees whose overhead is measured
@@ -34,7 +34,6 @@ class ChosenTree:
         node_shares: The share of steps that accept each node of `choices`.
         replayed: The steps of decoding held-out text with the tree.
         sizes: The figures of each size whose overhead was measured; None for a given tree.
-        searched: The searched tree up to the stock tree's size; None for a given tree.
     """
 
     source: str
@@ -43,7 +42,6 @@ class ChosenTree:
     replayed: Replay
     dynamic: DynamicTree | None = None
     sizes: list[TimedSize] | None = None
-    searched: tuple[TreePath, ...] | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -95,7 +93,6 @@ def best_tree(fits: CrossFit, num_nodes: int | None, overheads: Overheads) -> Ch
         fits.node_shares(source, size),
         fits.replay(source, size),
         sizes=_timed_sizes({each: fits.replay(source, each) for each in timed}, timed),
-        searched=fits.whole[source][:STOCK_NODES],
     )
 
 

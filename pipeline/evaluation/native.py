@@ -16,13 +16,17 @@ from typing import TYPE_CHECKING
 
 from pipeline.artifacts.check_result import (
     Baseline,
+    ChainRate,
     CheckResult,
     LogitChange,
     NativeFigures,
-    Studies,
 )
+from pipeline.artifacts.json_form import rounded
 from pipeline.decoding.acceptance import greedy_acceptance
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
+from pipeline.decoding.held_out import HeldOutRanks, replay
+from pipeline.decoding.tree import cartesian_tree
+from pipeline.evaluation.answer_states import answer_states, guess_ranks
 from pipeline.evaluation.answers import AnswerLines, answer_lines, samples
 from pipeline.evaluation.drafted import RETRIEVAL, require_training_text, retrieval_baseline
 from pipeline.evaluation.overhead import fastest_threads
@@ -41,7 +45,6 @@ from pipeline.evaluation.speed import (
     take_turns,
     with_new_answers,
 )
-from pipeline.evaluation.studies import Decoding, chain_rate, tree_ladder
 from pipeline.evaluation.ties import (
     Comparison,
     below_best,
@@ -98,8 +101,6 @@ def check_native(
 ) -> tuple[CheckResult, AnswerLines]:
     """Check an export natively: decode every prompt plainly, with the tree and by the baselines.
 
-    The study `trees` is run too, if `check.studies` names it.
-
     Returns:
         The native part of a check, and the answers of plain decoding and of the heads.
 
@@ -113,14 +114,12 @@ def check_native(
     prompts = request.prompts
     progress.begin("the target loads", 0)
     model = load_on_gpus(target, request.gpus)
-    heads = read_heads(request.export, model)
     layout = read_layout(request.export)
     eos = eos_token_ids(target)
     room = context_length(target)
     plain = plain_decoder(model, eos_token_ids=eos, max_length=room)
-    accelerated = Decoder(
-        model, heads.to(input_device(model)), request.tree, eos_token_ids=eos, max_length=room
-    )
+    heads = read_heads(request.export, model).to(input_device(model))
+    accelerated = Decoder(model, heads, request.tree, eos_token_ids=eos, max_length=room)
     baselines: dict[str, Decode] = {}
     for name in settings.baselines:
         if name == RETRIEVAL:
@@ -139,16 +138,12 @@ def check_native(
     with fastest_threads(endless, prompts[0].ids) as threads:
         measured = decode_check_prompts(request, plain, accelerated, baselines, progress)
         greedy = token_ids(measured.greedy_passes[0][PLAIN])
-        decoding = Decoding(plain, accelerated, prompts, greedy)
-        chain = chain_rate(decoding, layout.num_speculative_tokens)
-        studies = None
-        if "trees" in settings.studies:
-            assert request.calibration is not None
-            progress.begin("study of trees", 0)
-            studies = Studies(trees=tree_ladder(decoding, request.calibration))
+        states = answer_states(model, heads, prompts, greedy)
+        ranks = guess_ranks(heads, states, 1)
+        chain = chain_rate(ranks, layout.num_speculative_tokens)
         comparison = measured.comparison(ACCELERATED)
         figures = native_figures(measured, comparison)
-    figures = replace(figures, chain=chain, studies=studies)
+    figures = replace(figures, chain=chain)
     if not request.gpus:
         figures = replace(figures, threads=threads)
     tokenizer = load_tokenizer(target)
@@ -217,8 +212,22 @@ def decode_check_prompts(
     return Measurement(request, plain.model, passes, greedy_passes, failed, change)
 
 
+def chain_rate(ranks: HeldOutRanks, num_tokens: int) -> ChainRate:
+    """Compute the acceleration rate of vLLM's chain of `num_tokens` first guesses.
+
+    The answers of `ranks` are replayed with the chain. The rate is None if every answer ended with
+    its first token.
+    """
+    found = replay(ranks, cartesian_tree([1] * num_tokens)).estimate()
+    return ChainRate(
+        draft_tokens=num_tokens,
+        acceleration_rate=rounded(found.rate),
+        standard_error=rounded(found.standard_error),
+    )
+
+
 def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigures:
-    """Compute the native check's figures (`check.native`), except `threads`, `chain`, `studies`."""
+    """Compute the native check's figures (`check.native`), except `threads` and `chain`."""
     request = measured.request
     passes = measured.passes
     settings = request.settings

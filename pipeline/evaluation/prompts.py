@@ -19,7 +19,6 @@ from pipeline.artifacts.check_result import PromptSource
 from pipeline.artifacts.drawn_rows import NO_CATEGORIES, draw_rows, fitting_answers
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.artifacts.seen_answers import TrainingText
-from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
@@ -91,7 +90,6 @@ class CheckRequest:
         gpus: The number of GPUs that the engine spans; 0 is the CPU.
         name: The target's name in the files of answers: `NAME-plain` and `NAME-KIND`.
         assistant: The model of the baseline `assistant`.
-        calibration: The calibrate stage's trees, for the studies.
         trained: The training rows, to recognize answers that are in one; None if unknown.
         speculative_config: vLLM's speculative configuration; None to take it from `export`.
     """
@@ -104,7 +102,6 @@ class CheckRequest:
     gpus: int = 0
     name: str = "target"
     assistant: TargetSpec | None = None
-    calibration: Calibration | None = None
     trained: TrainingText | None = None
     speculative_config: Mapping[str, Any] | None = None
 

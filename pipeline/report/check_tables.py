@@ -1,4 +1,4 @@
-"""Tables of the check in a report: engines, decoding methods, question categories, studies.
+"""Tables of the check in a report: engines, decoding methods, question categories, load.
 
 An unknown cell is `-`. The table of a measurement that was not made has no rows.
 """
@@ -16,7 +16,7 @@ from pipeline.artifacts.check_result import (
     VllmFigures,
 )
 from pipeline.artifacts.tree_file import TreeFigures
-from pipeline.formatting import UNKNOWN, count, percent, quotient, rate, ratio, show, times
+from pipeline.formatting import UNKNOWN, count, percent, rate, ratio, show, times
 from pipeline.report.facts import (
     expected_rate,
     greedy_matches,
@@ -168,25 +168,7 @@ def categories_table(report: Report) -> Table:
     return table
 
 
-def study_tables(report: Report) -> dict[str, Table]:
-    """Build the report's tables of studies, by name; the table of a study not run has no rows."""
-    columns = ["tree", "nodes", "acceleration rate", "step time", "speed"]
-    trees = Table("Study: trees", columns)
-    trees.note = (
-        "Trees from the top-1 chain to the export's own, on all the check's prompts. Step time and"
-        " speed are relative to the export's own tree, whose overhead and speedup the check"
-        " measures."
-    )
-    rows = report.studies.trees or []
-    for row in rows[1:]:  # after plain decoding
-        own = rows[-1]
-        step_time = times(quotient(row.overhead, own.overhead))
-        speed = times(quotient(row.speedup, own.speedup))
-        trees.add(row.tree, count(row.nodes), ratio(row.acceleration_rate), step_time, speed)
-    return {"study_trees": trees, "study_load": _load_study(report)}
-
-
-def _load_study(report: Report) -> Table:
+def load_study_table(report: Report) -> Table:
     """Build the report's table of the latencies of vLLM's server by concurrent requests."""
     table = Table("Study: load", ["method", "requests"])
     for measure in ("to first", "per token"):

@@ -21,9 +21,9 @@ from pipeline.formatting import ratio
 from pipeline.report.check_tables import (
     categories_table,
     check_table,
+    load_study_table,
     methods_table,
     served_model_table,
-    study_tables,
 )
 from pipeline.report.facts import (
     Outcome,
@@ -89,7 +89,7 @@ def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
         "served_model": served_model_table(report),
         "drift": drift_table(report),
         "skipped": skipped_files_table(report),
-        **study_tables(report),
+        "study_load": load_study_table(report),
     }
     tables.update({name: table for name, table in optional.items() if table.rows})
     tables["stages"] = stages_table(report)

@@ -6,7 +6,7 @@ left out of report.json.
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import field
 
 from pipeline.artifacts.check_result import (
     CheckFigures,
@@ -118,13 +118,10 @@ class Report:
 
     @property
     def studies(self) -> Studies:
-        """The check's studies: those of native decoding, and vLLM's load study."""
-        found = Studies()
-        if self.native and self.native.studies:
-            found = self.native.studies
+        """The check's studies; their rows are None if they were not run."""
         if self.vllm and self.vllm.studies:
-            found = replace(found, load=self.vllm.studies.load)
-        return found
+            return self.vllm.studies
+        return Studies()
 
 
 @result

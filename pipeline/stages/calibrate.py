@@ -114,7 +114,6 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         # Without times, which differ each time: an equal tree keeps the export and the check.
         chain=[replace(row, overhead=None, expected_speedup=None) for row in chain],
         dynamic=tree.dynamic,
-        searched=tree.searched,
     ).write(stage.path)
     judged = ranks if places is None else places
     figures = TreeFigures(

@@ -74,7 +74,7 @@ from pipeline.targets.spec import (
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 31
+VERSION = 32
 FIGURES = {
     "native.acceleration_rate": "native acceleration rate",
     "native.speedup": "native speedup",
@@ -175,11 +175,12 @@ class CheckEngines:
         The rate that calibration expects is added only if the check uses held-out rows. The rate
         of the same chain on the same text is added only if native decoding was checked too.
         """
-        calibration, held_out, chain = request.calibration, None, None
-        assert result.vllm is not None and calibration is not None
+        held_out, chain = None, None
+        assert result.vllm is not None
         if result.native is not None:
             chain = result.native.chain
         if self.questions is None:
+            calibration = read_calibration(self.context.upstream["calibrate"].path)
             held_out = calibration.chain[calibration.num_speculative_tokens - 1]
         figures = with_expectations(result.vllm, chain, held_out)
         if "load" in request.settings.studies:
@@ -256,7 +257,6 @@ def run(context: Context, stage: StageDirectory) -> Summary:
             tree=read_tree(export),
             name=Path(context.config.target.model).name,
             assistant=context.resolved.assistant,
-            calibration=read_calibration(context.upstream["calibrate"].path),
             trained=training_text(context.upstream["generate"]),
         )
         results: dict[str, CheckResult] = {}

@@ -164,7 +164,7 @@ def test_the_second_demo_takes_target_and_text_from_the_first(
     story, tmp_path, tiny_target, monkeypatch
 ):
     monkeypatch.setattr(demo_target, "train_demo_target", None)  # somebody's own is not trained
-    words = (f"target.model={tiny_target}", *SMALL_CHECK, "check.studies=[]")
+    words = (f"target.model={tiny_target}", *SMALL_CHECK)
     story("demo", *words, until="generate")
     store = f"run.store={tmp_path / 'demo'}"
     story("demo", "medusa-2", *words, *SHORT, store, "train.backbone.max_kl=9")

@@ -24,10 +24,6 @@ NODE_SHARES = [0.62, 0.12, 0.248, 0.062, 0.048]
 
 SPEED = {"acceleration_rate": 1.9, "overhead": 1.2, "speedup": 1.583}
 RATES = {"tokens_per_second": 812.0, "baseline_tokens_per_second": 507.0, "speedup": 1.6}
-STUDIES: dict[str, Any] = {
-    "trees": [{"tree": "plain", "nodes": 0, **SPEED}, {"tree": "top-1 chain", "nodes": 4, **SPEED}],
-}
-
 TREE: dict[str, Any] = {
     "nodes": 5,
     "depth": 2,
@@ -82,7 +78,6 @@ REPORT: dict[str, Any] = {
                 {"category": "math", "prompts": 10, "acceleration_rate": 2.5, **RATES},
                 {"category": "writing", "prompts": 22, "acceleration_rate": 1.1, **RATES},
             ],
-            "studies": STUDIES,
         },
         "vllm": {
             "acceleration_rate": 1.713,

@@ -104,7 +104,6 @@ def test_markdown_has_the_numbers_of_the_report(report, extras):
     assert ["generate", "degenerate-loop", "20"] in tables["Quarantine"]
     assert tables["Categories"][1] == ["heads", "2.50 (1.60x)", "1.10 (1.60x)"]
     assert dict(tables["Drift"][1:])["perplexity, change"] == "+1.2%"
-    assert tables["Study: trees"][1] == ["top-1 chain", "4", "1.90", "1.00x", "1.00x"]
     own = ["0", "the target's own token"]
     assert [row[:2] for row in tables["Tree"][1:]] == [own, ["1", "2"], ["2", "3"]]
     assert sum(float(row[2]) for row in tables["Tree"][1:]) == pytest.approx(2.098, abs=0.01)
@@ -184,7 +183,6 @@ def test_texts_from_data_are_escaped(report, extras):
     report["seconds_by_stage"][attack] = 1.0
     native = report["check"]["native"]
     native["categories"][0]["category"] = attack
-    native["studies"]["trees"][0]["tree"] = attack
     native["baselines"] = [{"name": "x", "failed": attack}]
     extras["samples"][0] = {"prompt": attack, "tokens": [{"text": attack, "step": 0}]}
     seen = Reader(html(report, extras))

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.errors import EnvironmentFault
-from pipeline.training import metrics as room
 from pipeline.training.metrics import (
     FILE,
     TRACKERS,
