@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from pipeline.config.running import Section
 
-FormatName = Literal["expanded", "shared", "reference"]
+FormatName = Literal["expanded", "shared"]
 BaselineName = Literal["generate", "prompt-lookup", "assistant", "retrieval"]
 EngineBaseline = Literal["ngram", "draft-model", "suffix"]
 StudyName = Literal["load"]
@@ -98,9 +98,8 @@ class ExportConfig(Section):
         description=(
             "The first format is written to the export's root and is checked: expanded: K lm_heads,"
             " which every engine loads; shared: one lm_head for all heads, smaller, if"
-            " train.medusa.lm_head is tied (vLLM, TGI) or shared (vLLM). The others are written to"
-            " subdirectories of their names; these can also be reference (Medusa heads: the"
-            " authors' medusa_lm_head.pt)."
+            " train.medusa.lm_head is tied (vLLM, TGI) or shared (vLLM). A second format is"
+            " written to a subdirectory of its name."
         ),
         min_length=1,
     )

@@ -76,7 +76,7 @@ def write_export(
                 place.mkdir(exist_ok=True)
                 saved = tensors_as_saved(heads, one)
                 tokenizer.save_pretrained(place)
-                write_weights(saved, place / one.weights_file)
+                write_weights(saved, place / one.kind.weights_file)
                 paths = json.dumps(choices)
                 (place / one.kind.choices_file).write_text(f"{paths}\n", "utf-8")
                 config = json.dumps(one.to_json(target), indent=2)
@@ -169,7 +169,7 @@ def _open_weights(directory: Path, layout: ExportLayout) -> WeightsFile:
 
     Other weights files in the directory raise DataError too.
     """
-    path = directory / layout.weights_file
+    path = directory / layout.kind.weights_file
     others = []
     for file in sorted(directory.iterdir()):
         if file.suffix in WEIGHT_SUFFIXES and file.name != path.name:

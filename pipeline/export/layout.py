@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,11 +72,6 @@ class ExportLayout:
         return FORMATS[self.format]
 
     @property
-    def weights_file(self) -> str:
-        """The name of the export's weights file."""
-        return self.stored.weights_file or self.kind.weights_file
-
-    @property
     def kind(self) -> type[Heads]:
         """The kind of the exported heads."""
         return head_kind(self.shape.kind)
@@ -96,7 +91,7 @@ class ExportLayout:
         }
         method = self.kind.vllm_method
         refusal = self.kind.vllm_refusal(self.shape, target)
-        if self.stored.at_root and refusal is None:
+        if refusal is None:
             proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
             content["speculators_model_type"] = method
             content["transformer_layer_config"] = {}
@@ -212,21 +207,6 @@ def target_of(directory: str | os.PathLike[str]) -> str:
             "Name it with --base-model, or `target=`.",
         )
     return named
-
-
-def check_formats(kind: type[Heads], shape: Any, names: Sequence[str]) -> None:
-    """Raise ConfigError unless heads of this shape can be exported in all of the named formats.
-
-    The first format must be one that vLLM and the check stage can read.
-    """
-    for name in names:
-        kind.check_format(shape, FORMATS[name])
-    if not FORMATS[names[0]].at_root:
-        raise ConfigError(
-            f"The {names[0]} format is read by one engine alone, and the check decodes another.",
-            "export.formats",
-            f"Begin with another: [expanded, {', '.join(names)}].",
-        )
 
 
 def check_vocabulary(shape: HeadsShape, target_vocab_size: int) -> None:

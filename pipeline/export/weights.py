@@ -1,4 +1,4 @@
-"""Read and write weights files of heads: safetensors, or pickles of plain tensors.
+"""Read and write weights files of heads: safetensors; pickles of plain tensors are only read.
 
 Pickles are read with `weights_only=True`, which runs none of their code. Safetensors files are
 written without copies of the tensors. A tensor with several names is stored once per name in the
@@ -74,17 +74,11 @@ class WeightsFile:
 
 
 def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write contiguous CPU tensors to a weights file, as a pickle or safetensors by its suffix.
+    """Write contiguous CPU tensors to a safetensors file.
 
     Raises:
         OSError, SafetensorError: The file cannot be written, for example on a full disk.
     """
-    if path.suffix in PICKLES:
-        try:
-            torch.save(dict(tensors), path)
-        except RuntimeError as error:  # torch's error for a full disk
-            raise OSError(f"{path.name}: {error}") from error
-        return
     # `safetensors.torch.save_file` refuses tensors that share memory, and copies need more memory.
     specs = {}
     for name, tensor in tensors.items():

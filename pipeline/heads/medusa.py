@@ -30,7 +30,7 @@ from pipeline.config.training import TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.heads.draft_cache import DraftCache
 from pipeline.heads.kind import Heads, ProposalTree, Rows, TargetWeights
-from pipeline.heads.shapes import EXPANDED, REFERENCE, SHARED, ExportFormat, MedusaShape
+from pipeline.heads.shapes import EXPANDED, SHARED, ExportFormat, MedusaShape
 
 
 class MedusaHeads(Heads):
@@ -44,7 +44,7 @@ class MedusaHeads(Heads):
     title = "Medusa heads"
     lr_scale = 1.75  # measured: `python -m benchmarks.run recipe`
     vllm_method = "medusa"
-    formats = (EXPANDED, SHARED, REFERENCE)
+    formats = (EXPANDED, SHARED)
     weights_file = "medusa_lm_head.safetensors"
     choices_file = "medusa_choices.json"
     saves_memory = ("train.medusa.lm_head: shared",)
@@ -194,12 +194,6 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
     def check_format(cls, shape: MedusaShape, format: ExportFormat) -> None:
         """Raise ConfigError unless Medusa heads of this shape can be exported in this format."""
         super().check_format(shape, format)
-        if format is REFERENCE and shape.num_layers > 1:
-            raise ConfigError(
-                "The reference implementation has one block for all layers of a head.",
-                "export.formats",
-                "Train with train.medusa.num_layers: 1, or leave reference out.",
-            )
         if format.one_lm_head and shape.lm_head == "untied":
             raise ConfigError(
                 "The shared format stores one lm_head, and untied heads have one each.",

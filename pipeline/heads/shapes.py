@@ -2,11 +2,9 @@
 
 Export formats:
 
-    expanded   Medusa heads for vLLM, TGI and TensorRT-LLM, with a separate lm_head for each head;
-               recurrent heads as vLLM's EAGLE-1 model, without an lm_head
-    shared     Medusa heads with one lm_head that all heads read, stored once
-    reference  Medusa heads for FasterDecoding/Medusa: `medusa_lm_head.pt`, a pickle of plain
-               tensors that `torch.load(weights_only=True)` reads
+    expanded  Medusa heads for vLLM, TGI and TensorRT-LLM, with a separate lm_head for each head;
+              recurrent heads as vLLM's EAGLE-1 model, without an lm_head
+    shared    Medusa heads with one lm_head that all heads read, stored once
 """
 
 from __future__ import annotations
@@ -195,20 +193,14 @@ class ExportFormat:
 
     Attributes:
         name: Its name in `export.formats`.
-        at_root: Whether vLLM and the check stage can read this format. The first of
-            `export.formats` must be such a format, because the check stage decodes with it.
-        weights_file: The name of the weights file; None for the kind's own safetensors file.
         one_lm_head: Whether the export stores one lm_head for all heads.
     """
 
     name: str
-    at_root: bool = False
-    weights_file: str | None = None
     one_lm_head: bool = False
 
 
-EXPANDED = ExportFormat("expanded", at_root=True)
-SHARED = ExportFormat("shared", at_root=True, one_lm_head=True)
-REFERENCE = ExportFormat("reference", weights_file="medusa_lm_head.pt")
+EXPANDED = ExportFormat("expanded")
+SHARED = ExportFormat("shared", one_lm_head=True)
 
-FORMATS = {format.name: format for format in (EXPANDED, SHARED, REFERENCE)}
+FORMATS = {format.name: format for format in (EXPANDED, SHARED)}

@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.evaluation.prompts import with_room
 from pipeline.evaluation.vllm_methods import require_methods
 from pipeline.execution.machine import SUBMITTED_JOB, unusable_driver
-from pipeline.export.layout import check_formats
+from pipeline.heads.shapes import FORMATS
 from pipeline.run.resolved import ASSISTANT, ENGINE_SECTIONS, SERVED, TARGET, ResolvedRun
 from pipeline.targets.files import check_repo_id, is_local
 from pipeline.targets.loading import require_readable
@@ -79,11 +79,9 @@ def check_placements(run: ResolvedRun) -> None:
 
 
 def check_heads(run: ResolvedRun) -> None:
-    """Raise ConfigError if an export format cannot store the heads.
-
-    Also raise it if the check cannot read the first format.
-    """
-    check_formats(run.kind, run.shape, run.config.export.formats)
+    """Raise ConfigError if an export format cannot store the heads."""
+    for name in run.config.export.formats:
+        run.kind.check_format(run.shape, FORMATS[name])
 
 
 def check_tree(run: ResolvedRun) -> None:

@@ -45,7 +45,8 @@ def run_config(target="owner/target", source=None, **sections):
 
 def export_to(directory, *further, base_model="owner/target", tokenizer="{}"):
     rest = {"tokenizer": TokenizerStub(tokenizer), "card": "before the check", "further": further}
-    write(directory, config_of(base_model, num_heads=1), choices=[[0]], **rest)
+    layout = config_of(base_model, num_heads=1, lm_head="shared")
+    write(directory, layout, choices=[[0]], **rest)
     for bookkeeping in ("stage.json", "DONE.json", "lock", ".hidden"):
         (directory / bookkeeping).write_text(str(directory))
     return directory

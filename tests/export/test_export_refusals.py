@@ -7,7 +7,6 @@ import math
 import resource
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
@@ -106,8 +105,3 @@ def test_a_full_disk_leaves_the_old_export_whole(tmp_path):
     assert caught.value.exit_code == 4
     assert holds(directory, config_of(), heads_of(config_of()))
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
-
-
-def test_a_full_disk_is_the_same_error_for_a_pickle(tmp_path):
-    with small_files(), pytest.raises(OSError, match=r"weights\.pt"):
-        weights.write_weights({"a": torch.ones(1000)}, tmp_path / "weights.pt")

@@ -57,13 +57,12 @@ def test_one_commit_holds_exactly_the_files_of_the_receipt(part, hub, monkeypatc
 
 def test_every_format_names_the_hub_id_of_a_local_target(tmp_path, hub):
     target = str(tmp_path / "target")
-    export = export_to(tmp_path / "export", "reference", base_model=target)
+    export = export_to(tmp_path / "export", "shared", base_model=target)
     config = run_config(target, {"path": str(tmp_path / "seeds.jsonl")})
     receipt = send(heads_of_export(export, config=config, base_model="me/target"))
     files = only_repository(hub).files
-    of_reference = {"config.json", "medusa_choices.json", "medusa_lm_head.pt", "tokenizer.json"}
-    assert files.keys() == EXPORTED | {f"reference/{name}" for name in of_reference}
-    for name in ("config.json", "reference/config.json"):
+    assert files.keys() == EXPORTED | {f"shared/{name}" for name in EXPORTED - {"README.md"}}
+    for name in ("config.json", "shared/config.json"):
         named = json.loads(files[name])["base_model_name_or_path"]
         assert named == receipt["base_model"] == "me/target"
     assert (export / "README.md").read_text() == "before the check"

@@ -45,9 +45,7 @@ def test_the_export_is_what_servers_ask_for(finished_run, tiny_target):
     assert finished_run.latest("export").verify() == []
 
 
-@pytest.mark.parametrize(
-    ("form", "further"), [("expanded", ["reference", "shared"]), ("shared", [])]
-)
+@pytest.mark.parametrize(("form", "further"), [("expanded", ["shared"]), ("shared", [])])
 def test_tied_heads_carry_the_target_s_own_lm_head(
     copied_run, make_config, tmp_path, tiny_target, form, further
 ):
