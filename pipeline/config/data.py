@@ -160,14 +160,6 @@ class SeedsConfig(Section):
             " source on the Hub, any change does."
         ),
     )
-    tools: Literal["context", "cut"] = Field(
-        "context",
-        description=(
-            "Turns with function calls or their results. context: the target reads them, if its"
-            " chat template can render them, and heads do not learn from them; cut: the"
-            " conversation ends before the first."
-        ),
-    )
     special_tokens: Literal["escape", "keep"] = Field(
         "escape",
         description=(

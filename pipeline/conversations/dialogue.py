@@ -135,11 +135,6 @@ class Dialogue:
         self._num_answers = 0
         self._ending: RowRejected | None = None
 
-    def special_tokens(self) -> list[str]:
-        """Return the special tokens in the text of the seed messages that generation reads."""
-        read = self._conversation.read_by(self._settings.mode, self._settings.rounds)
-        return self._template.special_tokens_in(read)
-
     @property
     def needs_answers(self) -> bool:
         """Whether the target still has to answer a question of the seed."""

@@ -32,7 +32,6 @@ from pipeline.conversations.conversation import (
     utf8_text,
 )
 from pipeline.conversations.repair import (
-    ToolPolicy,
     calls_json,
     clean_text,
     definitions_json,
@@ -97,13 +96,12 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class RowSettings:
-    """Settings for parsing the rows of seed files, from `seeds` and `seeds.sources[]`.
+    """Settings for parsing the rows of seed files, from `seeds.sources[]`.
 
     `columns` maps keys of the known forms to columns of the file.
     """
 
     form: str = "auto"
-    tools: ToolPolicy = "context"
     columns: Mapping[Any, str] | None = None
 
 
@@ -159,10 +157,8 @@ def _parse_conversation(row: Any, id: str, settings: RowSettings) -> Conversatio
         prompt = found.first("system", "system_prompt")
         if isinstance(prompt, str):
             turns.insert(0, Message("system", clean_text(prompt)))
-    messages = repair_turns(turns, settings.tools)
-    tools = None
-    if settings.tools == "context":
-        tools = definitions_json(found.fields.get("tools") or found.fields.get("functions"))
+    messages = repair_turns(turns)
+    tools = definitions_json(found.fields.get("tools") or found.fields.get("functions"))
     return Conversation(id, messages, found.name(*ID_KEYS), found.name("category"), tools)
 
 

@@ -17,15 +17,12 @@ Function calls are read in the formats of OpenAI and LLaMA-Factory, and kept as 
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from pipeline.conversations.conversation import Message, Reason, RowRejected, utf8_text
-
-ToolPolicy = Literal["context", "cut"]
 
 MAX_CHARACTERS = 200_000  # of a conversation
 
@@ -138,13 +135,11 @@ def _tool_json(value: Sequence[object]) -> str:
     return utf8_text(text)
 
 
-def repair_turns(turns: Sequence[Message], tools: ToolPolicy) -> tuple[Message, ...]:
+def repair_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
     """Repair a row's turns into the messages of a conversation.
 
     Args:
         turns: The row's turns, with texts from `clean_text`.
-        tools: What happens to function calls. context: they are kept; cut: the conversation ends
-            before the first one.
 
     Raises:
         RowRejected: The turns do not form a conversation, or have more than `MAX_CHARACTERS`
@@ -153,8 +148,6 @@ def repair_turns(turns: Sequence[Message], tools: ToolPolicy) -> tuple[Message, 
     if not any(turn.content for turn in turns):
         raise RowRejected(Reason.EMPTY, "The conversation has no text.")
     messages = _join_messages(_trim_turns(turns))
-    if tools == "cut":
-        messages = list(itertools.takewhile(lambda message: not message.uses_tools, messages))
     num_characters = sum(len(message.text) for message in messages)
     if num_characters > MAX_CHARACTERS:
         raise RowRejected(
@@ -206,20 +199,11 @@ def _join_messages(turns: Sequence[Message]) -> list[Message]:
         apart = turn.role == "tool" or (questions_only and turn.role == "user")
         if not messages or last.role != turn.role or apart:
             messages.append(turn)
-        elif last.uses_tools or turn.uses_tools:
-            messages[-1] = _join_calls(last, turn)
-        elif last.content != turn.content:
+        elif last != turn:
             if turn.role == "assistant":
                 raise RowRejected(
                     Reason.WRONG_ORDER,
-                    "Two answers follow one another: a question is missing.",
+                    "Two different messages of the assistant follow one another.",
                 )
             messages[-1] = replace(turn, content=f"{last.content}\n\n{turn.content}")
     return messages
-
-
-def _join_calls(last: Message, turn: Message) -> Message:
-    """Join two consecutive assistant messages, of which one or both have function calls."""
-    calls = json.loads(last.tool_calls or "[]") + json.loads(turn.tool_calls or "[]")
-    text = f"{last.content}\n\n{turn.content}".strip("\n")
-    return Message("assistant", text, json.dumps(calls, ensure_ascii=False))

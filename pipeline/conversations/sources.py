@@ -1,8 +1,7 @@
 """Sources of seeds: files, directories, and data sets on the Hub.
 
 Every row that is read is yielded exactly once with the id `source:row`, as a conversation or as a
-rejected row. Files are streamed. A named file without a conversation is an error. In a directory, a
-file without a conversation in its first rows is skipped, and the reason is recorded.
+rejected row. Files are streamed. A source without a conversation is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from pipeline.conversations.file_rows import (
     text_lines,
 )
 from pipeline.conversations.forms import EXPECTED, RowSettings, read_row, unread_texts
-from pipeline.conversations.repair import ToolPolicy
 from pipeline.conversations.table_rows import hub_rows, table_rows
 from pipeline.errors import ConfigError, DataError
 
@@ -36,8 +34,6 @@ TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 OTHER_COLUMNS = 'name other columns as "seeds.sources=[{path: FILE, columns: {prompt: question}}]"'
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv", *TABLE_SUFFIXES)
 TABLE_MAGIC = (b"PAR1", b"ARROW1")
-PROBED_ROWS = 1000  # first rows of a directory's file, read to check for conversations
-MAX_SKIPPED_SHOWN = 5
 # Files that describe a folder; by their suffix alone, their lines would be read as prompts.
 DESCRIPTIONS = re.compile(
     r"(readme|licen[cs]e|notice|copying|authors|changelog|citation|contributing|credits|requirements|robots)"
@@ -53,14 +49,6 @@ class FileCount:
     name: str
     rows: int = 0
     conversations: int = 0
-
-
-@dataclass(frozen=True)
-class SkippedFile:
-    """A file or linked folder that was skipped, and why; `name` is relative to the source."""
-
-    name: str
-    why: str
 
 
 def plain_suffix(name: str) -> str:
@@ -97,39 +85,33 @@ class SourceReader:
 
     Args:
         name: The source's unique name, the prefix of row ids.
-        tools: The policy for function calls, `seeds.tools`.
         other_columns: What an error advises if no row is a conversation.
 
     Attributes:
         read: The counts of each file or data set of the last iteration.
-        skipped: The files that were skipped when the source's directory was last listed.
         unread: The numbers of rows whose text in a column is not read, by column.
     """
 
     source: SeedSource
     name: str
-    tools: ToolPolicy = "context"
     other_columns: str = OTHER_COLUMNS
     read: list[FileCount] = field(default_factory=list)
-    skipped: list[SkippedFile] = field(default_factory=list)
     unread: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         source = self.source
-        self._settings = RowSettings(source.format, self.tools, source.columns)
+        self._settings = RowSettings(source.format, source.columns)
         self._columns = tuple((source.columns or {}).values())
         self._columns_of: dict[str, dict[str, str]] = {}  # the setting that reads an unread column
 
     def files(self) -> list[Path]:
         """Return the source's seed files: the path itself, or the files below it, sorted.
 
-        The first rows of a directory's files are read. A file that is no seed file, or has no
-        conversation in these rows, is recorded in `skipped`. Empty for a data set on the Hub.
+        Empty for a data set on the Hub.
 
         Raises:
             ConfigError: There is nothing at the path.
-            DataError: The path is a directory without seed files, or a file in it is damaged.
-            EnvironmentFault: A file in the directory cannot be read.
+            DataError: The path is a directory without seed files.
         """
         path = self.source.path
         if path is None:
@@ -142,22 +124,10 @@ class SourceReader:
                 path,
                 "Correct the path in seeds.sources; {hub: OWNER/NAME} is a data set on the Hub.",
             )
-        files = []
-        self.skipped = []
-        for file in sorted(path.rglob("*"), key=str):
-            if file.is_dir() and not file.is_symlink():
-                continue
-            name = file.relative_to(path)
-            reason = _unsuited_name(file, name) or self._reason_to_skip(file)
-            if reason is None:
-                files.append(file)
-            else:
-                self.skipped.append(SkippedFile(str(name), reason))
+        files = [file for file in sorted(path.rglob("*"), key=str) if _is_seed_file(file, path)]
         if not files:
-            shown = [f"{file.name} ({file.why})" for file in self.skipped[:MAX_SKIPPED_SHOWN]]
             raise DataError(
-                f"The directory holds no seed files ({', '.join(SUFFIXES)})."
-                f" Skipped were {len(self.skipped)}: {', '.join(shown)}.",
+                f"The directory holds no seed files ({', '.join(SUFFIXES)}).",
                 path,
                 "Name the files themselves in seeds.sources.",
             )
@@ -170,8 +140,8 @@ class SourceReader:
 
         Raises:
             ConfigError: The source does not exist, or lacks a column of the configuration.
-            DataError: A file or data set was read to its end and holds no conversation, a directory
-                holds no seed file, or a file is damaged.
+            DataError: The source was read to its end and holds no conversation, a directory holds
+                no seed file, or a file is damaged.
             EnvironmentFault: The source cannot be read.
         """
         return itertools.islice(self._source_rows(), self.source.limit)
@@ -192,44 +162,43 @@ class SourceReader:
         return found
 
     def _source_rows(self) -> Iterator[Row]:
-        """Yield the parsed rows of all seed files or of the data set; count them in `read`."""
-        self.read = []
-        self.unread.clear()
-        path, hub = self.source.path, self.source.hub
-        if hub is not None:
-            yield from self._count_rows(hub, hub, hub_rows(hub, self.source.split, self._columns))
-            return
-        for file in self.files():
-            name = file.name if file == path else str(file.relative_to(path or ""))
-            yield from self._count_rows(str(file), name, self._file_rows(file))
-
-    def _count_rows(self, where: str, name: str, rows: Iterator[Any]) -> Iterator[Row]:
-        """Parse and yield the rows of one file or data set, and count them in `read`.
-
-        Args:
-            where: The file or data set in error messages.
-            name: The file or data set in `read`.
+        """Parse and yield the source's rows, and count them in `read`.
 
         Raises:
             DataError: No row is a conversation.
         """
-        start = sum(count.rows for count in self.read)
-        count = FileCount(name)
-        self.read.append(count)
+        self.read = []
+        self.unread.clear()
+        found_one = False
         what = "This source is empty."
-        for row in rows:
-            outcome = self._parse_row(row, start + count.rows)
-            if isinstance(outcome, Conversation):
-                count.conversations += 1
-                for column, columns in unread_texts(row, self._settings).items():
-                    self.unread[column] += 1
-                    self._columns_of.setdefault(column, {}).update(columns)
-            elif count.rows == 0:
-                what = f"No row is a conversation. The first one: {outcome.detail}"
-            count.rows += 1
-            yield outcome
-        if count.conversations == 0:
+        number = 0
+        for count, rows in self._raw_rows():
+            self.read.append(count)
+            for row in rows:
+                outcome = self._parse_row(row, number)
+                if isinstance(outcome, Conversation):
+                    found_one = True
+                    count.conversations += 1
+                    for column, columns in unread_texts(row, self._settings).items():
+                        self.unread[column] += 1
+                        self._columns_of.setdefault(column, {}).update(columns)
+                elif number == 0:
+                    what = f"No row is a conversation. The first one: {outcome.detail}"
+                count.rows += 1
+                number += 1
+                yield outcome
+        if not found_one:
+            where = self.source.path or self.source.hub or ""
             raise DataError(what, where, f"Expected {EXPECTED}; {self.other_columns}.")
+
+    def _raw_rows(self) -> Iterator[tuple[FileCount, Iterator[Any]]]:
+        """Yield the raw rows of each seed file or of the data set, with a count of zero rows."""
+        path, hub = self.source.path, self.source.hub
+        if hub is not None:
+            yield FileCount(hub), hub_rows(hub, self.source.split, self._columns)
+        for file in self.files():
+            name = file.name if file == path else str(file.relative_to(path or ""))
+            yield FileCount(name), self._file_rows(file)
 
     def _parse_row(self, row: Any, number: int) -> Row:
         """Parse a raw seed row, and give it the id `name:number`."""
@@ -257,46 +226,18 @@ class SourceReader:
             else:
                 yield from json_rows(file, path)
 
-    def _reason_to_skip(self, file: Path) -> str | None:
-        """Return why a file is skipped, or None if its first rows hold a conversation.
 
-        At most `PROBED_ROWS` rows are read.
-        """
-        first = "it is empty"
-        try:
-            for row in itertools.islice(self._file_rows(file), PROBED_ROWS):
-                outcome = self._parse_row(row, 0)
-                if isinstance(outcome, Conversation):
-                    return None
-                if first == "it is empty":
-                    first = f"it holds no conversation; the first row: {outcome.detail[:200]}"
-        except ConfigError as error:  # the table lacks a column of the configuration
-            return error.what
-        return first
-
-
-def _unsuited_name(file: Path, name: Path) -> str | None:
-    """Return why a file is skipped because of its name, type or size, or None if it is not.
-
-    `name` is the file's path relative to the source's directory.
-    """
-    if any(part.startswith(".") for part in name.parts):
-        return "it is hidden"
-    if not file.is_file():
-        return "it is a linked folder, or links to nothing"
-    if not plain_suffix(file.name):
-        return "no kind of seed files has its suffix"
-    if file.stat().st_size == 0:
-        return "it is empty"
-    if DESCRIPTIONS.fullmatch(file.name):
-        return "by its name it describes the folder; name it in seeds.sources to read it"
-    return None
+def _is_seed_file(file: Path, directory: Path) -> bool:
+    """Return whether a directory's file is read: not hidden, no description, of a known suffix."""
+    is_hidden = any(part.startswith(".") for part in file.relative_to(directory).parts)
+    is_description = DESCRIPTIONS.fullmatch(file.name)
+    return file.is_file() and not is_hidden and not is_description and plain_suffix(file.name) != ""
 
 
 def source_readers(settings: SeedsConfig) -> list[SourceReader]:
     """Create a reader for each seed source of a configuration."""
     named = zip(settings.sources, name_sources(settings.sources), strict=True)
-    return [SourceReader(source, name, settings.tools) for source, name in named]
+    return [SourceReader(source, name) for source, name in named]
 
 
 def read_questions(path: Path) -> list[Conversation]:

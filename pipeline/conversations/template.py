@@ -44,6 +44,7 @@ MARK = "\ufdd1"  # a noncharacter, which Unicode reserves for internal use
 MARKED = re.compile(f"{MARK}(\\d+){MARK}")
 RARE_TEXT = "\U0010ffff"  # that a vocabulary without bytes writes as its unknown token
 PROBE_CALL = '[{"name": "placeholder_function", "arguments": {"place": "PlaceholderArgument"}}]'
+WORD = "Placeholder5c0e2d7f91b64a38"  # for a message; no text is likely to contain it
 PROBE_WORDS = ("placeholder_function", "PlaceholderArgument", "PlaceholderResult")
 
 
@@ -165,11 +166,6 @@ class ChatTemplate:
         """Return the texts of tokens, with commas."""
         return ", ".join(self._tokenizer.convert_ids_to_tokens(list(ids)))
 
-    def special_tokens_in(self, messages: Sequence[Message]) -> list[str]:
-        """Return the special tokens in the text of messages, each once, in order of appearance."""
-        text = "\n".join(message.text for message in messages)
-        return list(dict.fromkeys(self._special.findall(text)))
-
     def render(self, messages: Sequence[Message], *, asks: bool) -> str:
         """Render messages as text; special tokens in the messages become marks if they are escaped.
 
@@ -287,11 +283,10 @@ class ChatTemplate:
         """
         if writer == "assistant":
             return self.render(messages, asks=True)
-        word = _unused_word(messages)
-        text = self.render([*messages, Message(writer, word)], asks=True)
+        text = self.render([*messages, Message(writer, WORD)], asks=True)
         # A space before a text belongs to the text's first token, as after the generation prompt
         # "ASSISTANT:".
-        return text.partition(word)[0].rstrip(" ")
+        return text.partition(WORD)[0].rstrip(" ")
 
     def recite(self, messages: Sequence[Message], answer: str) -> list[int]:
         """Return the token ids of a seed's answer and its end token, as if the target wrote them.
@@ -329,9 +324,8 @@ class ChatTemplate:
             messages: The history before the answer.
             before: The rendered history, which ends with the generation prompt.
         """
-        word = _unused_word(messages)
-        later = self.render([*messages, Message("assistant", word), Message("user", "")], asks=True)
-        header = later.partition(word)[0].rstrip()
+        later = self.render([*messages, Message("assistant", WORD), Message("user", "")], asks=True)
+        header = later.partition(WORD)[0].rstrip()
         prefill = before.removeprefix(header).strip()
         rest = answer.lstrip()
         if not before.startswith(header) or not prefill or not rest.startswith(prefill):
@@ -347,9 +341,8 @@ class ChatTemplate:
         The list is empty if there is no special token among them.
         """
         before = self._prompt([hello], "assistant")
-        answer = Message("assistant", _unused_word([hello]))
-        after = self._prompt([hello, answer, hello], "assistant")
-        ids = self._tokenize_after(after.removeprefix(before).partition(answer.content)[0])
+        after = self._prompt([hello, Message("assistant", WORD), hello], "assistant")
+        ids = self._tokenize_after(after.removeprefix(before).partition(WORD)[0])
         has_header = after.startswith(before) and self._special_ids.intersection(ids)
         return ids if has_header else []
 
@@ -366,11 +359,10 @@ class ChatTemplate:
         Raises:
             RowRejected: The template raised, or leaves out the message.
         """
-        word = _unused_word([*messages, *asked])
-        rendered = self.render([*messages, Message(role, word), *asked], asks=asks)
-        if word not in rendered:
+        rendered = self.render([*messages, Message(role, WORD), *asked], asks=asks)
+        if WORD not in rendered:
             raise RowRejected(Reason.TEMPLATE_REFUSED, "The template leaves out a message.")
-        return rendered.rpartition(word)[2]
+        return rendered.rpartition(WORD)[2]
 
     def _first_end_token(self, text: str) -> tuple[int, ...]:
         """Return the end-of-turn token with which a text begins, as a tuple of one id.
@@ -427,14 +419,6 @@ class ChatTemplate:
             if whole[: len(before)] == before:
                 return whole[len(before) :]
         return self._tokenize(text)
-
-
-def _unused_word(messages: Sequence[Message]) -> str:
-    """Return a placeholder word that the text of no message contains."""
-    word = "Placeholder"
-    while any(word in message.text for message in messages):
-        word += "X"
-    return word
 
 
 def for_template(

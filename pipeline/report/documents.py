@@ -40,7 +40,6 @@ from pipeline.report.tables import (
     provenance_table,
     quarantine_table,
     sizes_table,
-    skipped_files_table,
     stages_table,
     tree_table,
 )
@@ -88,7 +87,6 @@ def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
         "categories": categories_table(report),
         "served_model": served_model_table(report),
         "drift": drift_table(report),
-        "skipped": skipped_files_table(report),
         "study_load": load_study_table(report),
     }
     tables.update({name: table for name, table in optional.items() if table.rows})

@@ -19,7 +19,7 @@ from pipeline.artifacts.check_result import (
 )
 from pipeline.artifacts.json_form import result
 from pipeline.artifacts.tree_file import Accuracy, Calibration, TreeFigures
-from pipeline.conversations.sources import FileCount, SkippedFile
+from pipeline.conversations.sources import FileCount
 
 STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
 
@@ -35,11 +35,10 @@ class RunFacts:
 
 @result
 class SourceFiles:
-    """The files of one seed source in report.json: read and skipped."""
+    """The files of one seed source in report.json."""
 
     source: str
     read: list[FileCount]
-    skipped: list[SkippedFile]
 
 
 @result

@@ -193,19 +193,6 @@ def quarantine_table(report: Report) -> Table:
     return table
 
 
-def skipped_files_table(report: Report) -> Table:
-    """Build the report's table of seed files that were not read, with the reasons."""
-    table = Table("Skipped files", ["file", "why"], words=(0, 1))
-    sources = report.seeds.sources if report.seeds else None
-    num_read = 0
-    for source in sources or []:
-        num_read += len(source.read)
-        for file in source.skipped:
-            table.add(file.name, file.why)
-    table.note = f"{count(num_read)} files of seeds were read."
-    return table
-
-
 def provenance_table(report: Report) -> Table:
     """Build the report's table of target, method, run, hardware, versions and fingerprints."""
     table = Table("Provenance", ["", ""], words=(0, 1))

@@ -44,7 +44,6 @@ FIGURES = {
     "tokens": "tokens",
     "tokens_per_second": "tokens per second",
     "quarantined": "quarantined",
-    "special_token_rows": "special token rows",
     "unlearned_answers": "answers marked not to learn",
 }
 
@@ -170,8 +169,6 @@ class Worker:
             ids_in = [dialogue.id for dialogue in group.dialogues]
             counts = defaultdict(float, count_generated(rows))
             for dialogue in group.dialogues:
-                if dialogue.special_tokens():
-                    counts["special_token_rows"] += 1
                 if dialogue.cut_at_tools:
                     counts["cut_at_tools"] += 1
                 if dialogue.unlearned_answers:

@@ -43,7 +43,6 @@ FIGURES = {
     "quarantined": "quarantined",
 }
 LONGEST_QUESTION = 200  # characters of a question in an error message
-MOST_SHOWN = 8  # skipped files of a source in the terminal
 
 
 def identity(context: Context) -> Identity:
@@ -52,7 +51,6 @@ def identity(context: Context) -> Identity:
     rows = {
         "sources": [_source_identity(context, reader) for reader in readers],
         "names": [reader.name for reader in readers],
-        "tools": settings.tools,
     }
     return {
         **rows,
@@ -120,7 +118,6 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     limits = context.config.limits
     totals.check_quarantine(stage.path, limits.max_quarantine_fraction, final=True)
     summary = {**totals.summary(), "sources": [_source_summary(reader) for reader in readers]}
-    _print_skipped_files(context, summary)
     warnings = [warning for reader in readers for warning in reader.warnings()]
     shortage = require_rows_of_splits(stage, summary, settings.holdout)
     if shortage:
@@ -133,23 +130,8 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _source_summary(reader: SourceReader) -> Summary:
-    """Return a source's summary: name, row counts per file, and skipped files."""
-    found = {
-        "source": reader.name,
-        "read": [asdict(count) for count in reader.read],
-        "skipped": [asdict(file) for file in reader.skipped],
-    }
-    return storable_json(found)
-
-
-def _print_skipped_files(context: Context, summary: Summary) -> None:
-    """Print, for each source that has any, the first skipped files with the reasons."""
-    for source in summary["sources"]:
-        skipped = source["skipped"]
-        if skipped:
-            shown = [f"{file['name']} ({file['why']})" for file in skipped[:MOST_SHOWN]]
-            line = f"skipped {len(skipped)} files: {', '.join(shown)}"
-            print_stage(context.console, "[yellow]![/]", NAME, line)
+    """Return a source's summary: its name, and the row counts of each file."""
+    return storable_json({"source": reader.name, "read": [asdict(count) for count in reader.read]})
 
 
 def _write_shard(stage: StageDirectory, index: int, chunk: Sequence[Split]) -> Receipt:

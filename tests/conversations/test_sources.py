@@ -86,35 +86,26 @@ def test_a_directory_s_rows_are_numbered_across_sorted_files(tmp_path):
     assert outcomes(rows) == "first | empty | second | third" and rows[3].id == "s:3"
 
 
-def test_a_directory_s_files_are_read_or_named_as_skipped(tmp_path):
+def test_a_directory_s_seed_files_are_read(tmp_path):
     (tmp_path / "part").mkdir()
-    names = ["B.JSONL", "a.ndjson", "d.txt", "part/c.Jsonl"]
+    names = ["B.JSONL", "a.ndjson", "d.json", "part/c.Jsonl"]
     for name in names:
         written(tmp_path / name, '"hello?"')
     (tmp_path / "linked").symlink_to(tmp_path / "part")
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
-    left_out = {
-        "README.txt": "Call me Ishmael.",
-        "notes.md": "hello",
-        "blank.csv": "\n",
-        "empty.parquet": "",
-        "dataset_info.json": json.dumps({"features": {"text": "string"}, "splits": {}}),
-        ".cache.jsonl": '"hello?"',
-        "labels.csv": "label\n1\n",
-    }
-    for name, text in left_out.items():
-        written(tmp_path / name, text)
+    for name in ("README.txt", "notes.md", ".cache.jsonl"):
+        written(tmp_path / name, '"hello?"')
+    written(tmp_path / "info.json", '{"features": 1}')
     reader = SourceReader(SeedSource(path=tmp_path), "s")
-    assert [type(row) for row in reader] == [Conversation] * 4
-    assert [(count.name, count.rows, count.conversations) for count in reader.read] == [
-        (name, 1, 1) for name in names
-    ]
-    skipped = {file.name: file.why for file in reader.skipped}
-    assert skipped.keys() == {*left_out, "linked", "gone.jsonl"}
-    assert "`features`, `splits`" in skipped["dataset_info.json"]
+    assert outcomes(reader) == "hello? | hello? | hello? | unknown-format | hello?"
+    found = [(count.name, count.rows, count.conversations) for count in reader.read]
+    assert sorted(found) == sorted([(name, 1, 1) for name in names] + [("info.json", 1, 0)])
     for name in names:
         (tmp_path / name).unlink()
-    with pytest.raises(DataError, match=r"\.jsonl.*dataset_info"):
+    with pytest.raises(DataError, match="`features`"):
+        read(tmp_path)
+    (tmp_path / "info.json").unlink()
+    with pytest.raises(DataError, match=r"no seed files.*\.jsonl"):
         read(tmp_path)
 
 

@@ -130,18 +130,6 @@ def test_a_template_that_forgets_thoughts_rewrites_history_only_there(tokenizer,
     assert template.continuation([*CHAT[:2], thought], CHAT[3:4], "assistant", None) is None
 
 
-def test_a_message_that_holds_the_placeholder_changes_nothing(tokenizer, templates):
-    template = ChatTemplate(tokenizer, templates["chatml"])
-    odd = [
-        Message("user", "Placeholder PlaceholderX"),
-        Message("assistant", "PlaceholderXX"),
-        Message("user", "Placeholder"),
-    ]
-    ids = template.opening(odd[:1]) + template.recite(odd[:1], odd[1].content)
-    ids += template.continuation(odd[:2], odd[2:], "assistant", *template.end_ids["assistant"])
-    assert ids == reference(tokenizer, templates["chatml"], odd, asks=True)[1]
-
-
 @pytest.mark.parametrize("template", [None, "{% for message in %}", "{{ 'always the same' }}"])
 def test_a_template_without_a_conversation_is_a_configuration_error(template, tokenizer):
     with pytest.raises(ConfigError, match=r"target\.chat_template"):

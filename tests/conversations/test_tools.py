@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.conversations.conversation import Conversation, Message, Reason
+from pipeline.conversations.conversation import Message, Reason
 from pipeline.conversations.dialogue import Dialogue
 from pipeline.conversations.forms import RowSettings, read_row
 from pipeline.conversations.template import ChatTemplate, for_template
@@ -53,8 +53,8 @@ CALLING = """{% if tools %}<|im_start|>system
 {% endif %}"""  # noqa: E501
 
 
-def conversation(row=SHAREGPT, **settings):
-    return read_row(row, "s:0", RowSettings(**settings))
+def conversation(row=SHAREGPT):
+    return read_row(row, "s:0", RowSettings())
 
 
 @pytest.fixture
@@ -84,10 +84,6 @@ def test_every_call_has_an_id_which_its_result_names():
     assert len(set(ids)) == len(ids) == 4
     assert [result["tool_call_id"] for result in results] == ids
     assert [result["content"] for result in results] == ["one", "s1x"] * 2
-
-
-def test_a_conversation_can_be_cut_before_a_call():
-    assert conversation(tools="cut") == Conversation("s:0", (Message("user", "Weather in Paris?"),))
 
 
 @pytest.mark.parametrize(

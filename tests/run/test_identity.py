@@ -76,7 +76,7 @@ def test_seeds_are_known_by_their_content_wherever_they_lie(
 
 OTHER = {
     "seeds": {
-        "seeds": {"holdout": 0.3, "tools": "cut"},
+        "seeds": {"holdout": 0.3},
         "generate": {"mode": "self-talk", "rounds": 3},
     },
     "generate": {

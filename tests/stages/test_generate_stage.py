@@ -168,6 +168,5 @@ def test_special_tokens_in_seeds_are_escaped_or_kept(generated, tmp_path):
     settings = talks(tmp_path / "seeds.jsonl", rows)
     for policy, ends in (("escape", 2), ("keep", 3)):
         stage = generated(**settings, seeds__special_tokens=policy)
-        assert stage.summary["special_token_rows"] == 8
         ids = [row["input_ids"] for row in stored(stage)]
         assert max(row.count(1) for row in ids) == ends and len(ids) == 80

@@ -7,12 +7,10 @@ import itertools
 import json
 import math
 from collections import Counter
-from io import StringIO
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
@@ -21,9 +19,7 @@ from pipeline.conversations.splits import batch_into_shards, split_rows
 from pipeline.errors import DataError
 from pipeline.flow import run_flow
 from pipeline.report.report import Report, StageFigures
-from pipeline.report.tables import skipped_files_table
 from pipeline.report.warnings import report_warnings
-from pipeline.run.reporting import assemble_report
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 from tests.flows.tiny import latest, quarantined, run_again, save_seeds, stored
@@ -224,18 +220,11 @@ def test_the_files_of_a_directory_are_named(make_config, tmp_path):
     folder.mkdir()
     save_seeds(folder / "a.jsonl", 30)
     save_seeds(folder / "b.NDJSON", 35)
-    (folder / "README.txt").write_text("Call me Ishmael.")
-    (folder / "[red]x\x1b[2J.csv").write_text("name\nleft-pad\n")
-    said, skipped = StringIO(), ["README.txt", "[red]x\x1b[2J.csv"]
     config = make_config(tmp_path, seeds__sources=[{"path": str(folder)}])
-    run = run_flow(config, until="seeds", executor="inline", console=Console(file=said, width=400))
+    run = run_flow(config, until="seeds", executor="inline")
     (source,) = latest(run, "seeds").summary["sources"]
     read = {file["name"]: file["rows"] for file in source["read"]}
     assert (source["source"], read) == ("mine", {"a.jsonl": 30, "b.NDJSON": 35})
-    assert [file["name"] for file in source["skipped"]] == skipped
-    text = said.getvalue()
-    assert "README.txt (" in text and "[red]x" in text and "\x1b" not in text
-    assert [row[0] for row in skipped_files_table(assemble_report(run, config)).rows] == skipped
 
 
 def test_rows_with_a_question_of_the_check_are_skipped(made, tmp_path, monkeypatch):
