@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.kind import Heads
+from pipeline.heads.kind import Heads, Rows
 from pipeline.heads.shapes import HeadsShape
 
 MISS = 255  # rank of a token that is not among the guesses
@@ -74,17 +74,19 @@ def score_guesses(
     next_N: Tensor,
     labels_KN: Tensor,
     top: int,
+    rows: Rows | None = None,
 ) -> Score:
     """Sum the losses of K draft heads, and count labels among their first 1, 2, …, `top` guesses.
 
-    The tensors are those of `Heads.states`. Losses are computed in fp32 and added up in fp64.
+    The tensors and `rows` are those of `Heads.states`. Losses are computed in fp32 and added up in
+    fp64.
     """
     total = Score.zero(heads.shape, top, hidden_ND.device)
     first_N = heads.vocabulary.rows_of_labels(labels_KN[0])
     first_N = first_N[first_N != IGNORED]
     total.tokens_V.index_add_(0, first_N, torch.ones_like(first_N))
     total.drafted_K.add_(heads.vocabulary.num_learned(labels_KN))
-    for guesses in _guess_labels(heads, hidden_ND, next_N, labels_KN, top):
+    for guesses in _guess_labels(heads, hidden_ND, next_N, labels_KN, top, rows):
         logits_CV = guesses.logits_CV.float()
         total.losses_K[guesses.head] += cross_entropy(
             logits_CV, guesses.labels_C, ignore_index=IGNORED, reduction="sum"
@@ -101,28 +103,34 @@ def label_ranks(
     next_N: Tensor,
     labels_KN: Tensor,
     top: int,
+    rows: Rows | None = None,
 ) -> Tensor:
     """Return the 0-based rank of each label among its head's `top` guesses, uint8 [K, N].
 
-    The tensors are those of `Heads.states`. The rank is `MISS` if the label is not among the
-    guesses, and `NO_LABEL` for a label of -100.
+    The tensors and `rows` are those of `Heads.states`. The rank is `MISS` if the label is not among
+    the guesses, and `NO_LABEL` for a label of -100.
     """
     ranks_KN = torch.full(labels_KN.shape, NO_LABEL, dtype=torch.uint8, device=hidden_ND.device)
-    for guesses in _guess_labels(heads, hidden_ND, next_N, labels_KN, top):
+    for guesses in _guess_labels(heads, hidden_ND, next_N, labels_KN, top, rows):
         ranks_C = torch.where(guesses.hits_CR.any(1), guesses.hits_CR.int().argmax(1), MISS)
         ranks_KN[guesses.head, guesses.rows_C] = ranks_C.to(torch.uint8)
     return ranks_KN
 
 
 def _guess_labels(
-    heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, top: int
+    heads: Heads,
+    hidden_ND: Tensor,
+    next_N: Tensor,
+    labels_KN: Tensor,
+    top: int,
+    rows: Rows | None,
 ) -> Iterator[_Guesses]:
     """Yield each draft head's guesses for its labelled rows, in chunks of rows.
 
     Guesses and labels are compared as rows of the lm_head. With a draft vocabulary, these are not
     token ids, and a label outside the draft vocabulary is -100.
     """
-    states_KND = heads.states(hidden_ND, next_N, labels_KN)
+    states_KND = heads.states(hidden_ND, next_N, labels_KN, rows)
     lm_head_rows_KN = heads.vocabulary.rows_of_labels(labels_KN)
     num_rows = max(1, RANKED_BYTES // (heads.shape.vocab_size * states_KND.element_size()))
     for head, labels_N in enumerate(labels_KN):

@@ -376,7 +376,7 @@ def attend_to_rows(
         own: Keys and values [N, G, E] of each later step, which only the same position sees.
         blocks: The queries and the keys of each block, from `Rows.blocks`.
     """
-    attended = []
+    attended = [queries_NHE[:0]]  # a worker may have no row
     for queries, keys in blocks:
         position_C1 = rows.learned_N[queries, None]
         first_C1 = rows.start_S[rows.learned_N[queries], None]
