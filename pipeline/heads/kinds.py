@@ -84,9 +84,20 @@ def max_tree_depth(settings: TrainConfig) -> int:
 
     Raises ConfigError for an unknown kind.
     """
-    return (
-        head_kind(settings.heads).shape_of(settings, 1, 1, 1_000).max_depth
-    )  # sizes do not matter
+    return _shape_of_any_target(settings).max_depth
+
+
+def reads_rows(settings: TrainConfig) -> bool:
+    """Return whether the configured kind of heads has `row_layers`: it reads whole rows.
+
+    Raises ConfigError for an unknown kind.
+    """
+    return bool(_shape_of_any_target(settings).row_layers)
+
+
+def _shape_of_any_target(settings: TrainConfig) -> HeadsShape:
+    """Return the shape of the configured heads with sizes that are of no target."""
+    return head_kind(settings.heads).shape_of(settings, 1, 1, 1_000)
 
 
 class NamedTensors(Protocol):
