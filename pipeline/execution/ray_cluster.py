@@ -22,19 +22,17 @@ from typing import Any
 
 import ray
 from ray._private.services import canonicalize_bootstrap_address  # `auto` has no public name
-from ray.util.client import ray as ray_client
 
 from pipeline import OPENMP
 from pipeline.errors import EnvironmentFault
 from pipeline.targets.spec import last_line
 
-CLIENT = "ray://"
 WORKER_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 OBJECT_STORE_BYTES = 256 * 1024**2  # tasks and receipts only
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 NO_CLUSTER = (
-    "Start the cluster (`ray start --head`), correct RAY_ADDRESS, or unset it to start one for this"
-    " run."
+    "Start the cluster (`ray start --head`), set RAY_ADDRESS to the head's host:port, or unset it to"
+    " start a cluster for this run."
 )
 SECONDS_TO_CONNECT = 5.0
 SECONDS_BETWEEN_TESTS = 0.5
@@ -47,10 +45,12 @@ def connect(address: str) -> None:
     Raises:
         EnvironmentFault: Nothing listens at `address`, or Ray does not start.
     """
+    if address.startswith("ray://"):
+        raise EnvironmentFault("RAY_ADDRESS is that of a Ray Client.", address, NO_CLUSTER)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         if address:
-            reason = connection_error(host_and_port(address))
+            reason = connection_error(str(canonicalize_bootstrap_address(address)))
             if reason:
                 raise EnvironmentFault(
                     f"No Ray cluster answers at RAY_ADDRESS: {reason}.",
@@ -89,23 +89,8 @@ def start_cluster(num_cpus: int) -> Any:
     )
 
 
-def host_and_port(address: str) -> str:
-    """Return `host:port` of a RAY_ADDRESS; raise ConnectionError for `auto` without a cluster."""
-    if address.startswith(CLIENT):
-        return address.removeprefix(CLIENT)
-    return str(canonicalize_bootstrap_address(address))
-
-
-def driver_needs(address: str) -> list[str]:
-    """Return `host:port` of the Ray processes without which this driver cannot continue.
-
-    These are the head and this node's raylet, or the Ray Client server. The list is empty for a Ray
-    Client connection that the caller opened.
-    """
-    if ray_client.is_connected():
-        if not address.startswith(CLIENT):  # the caller's connection
-            return []
-        return [host_and_port(address)]
+def driver_needs() -> list[str]:
+    """Return `host:port` of the head and of this node's raylet, which this driver depends on."""
     context = ray.get_runtime_context()
     (node,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
     raylet = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
@@ -145,7 +130,12 @@ class ClusterWatch:
         if self._silent_since is None:
             self._silent_since = now
         if now - self._silent_since >= self.patience:
-            raise self._death(f"{silent[0]} does not answer")
+            self.is_dead = True
+            raise EnvironmentFault(
+                f"The Ray cluster has died: {silent[0]} does not answer.",
+                "Ray",
+                "What was committed is kept; the same command continues.",
+            )
 
     def settle(self) -> None:
         """Wait until the Ray cluster is known to be alive or dead; raise as `check` does."""
@@ -153,27 +143,6 @@ class ClusterWatch:
         while self._silent_since is not None:
             time.sleep(SECONDS_BETWEEN_TESTS)
             self.check()
-
-    @contextlib.contextmanager
-    def connection(self) -> Iterator[None]:
-        """Context manager: translate Ray Client's ConnectionError into EnvironmentFault.
-
-        Behind `ray://` a call blocks while Ray Client reconnects, by default for 30 seconds. After
-        that the session is lost, even if the head answers again.
-        """
-        try:
-            yield
-        except ConnectionError as error:
-            raise self._death(str(error).rstrip(".")) from error
-
-    def _death(self, reason: str) -> EnvironmentFault:
-        """Mark the Ray cluster as dead, and return the EnvironmentFault that gives the reason."""
-        self.is_dead = True
-        return EnvironmentFault(
-            f"The Ray cluster has died: {reason}.",
-            "Ray",
-            "What was committed is kept; the same command continues.",
-        )
 
 
 def start_error(error: Exception, address: str) -> EnvironmentFault:

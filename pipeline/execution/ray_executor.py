@@ -62,14 +62,12 @@ class RayExecutor:
             connect(address)
             if not address:
                 patience = PATIENCE
-        self.watch = ClusterWatch(driver_needs(address), patience)
+        self.watch = ClusterWatch(driver_needs(), patience)
 
     def resources(self) -> Resources:
         """Return the CPU cores and GPUs of the Ray cluster's nodes."""
         self.watch.settle()
-        with self.watch.connection():
-            nodes = ray.nodes()
-        alive = [node["Resources"] for node in nodes if node["Alive"]]
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         sizes = tuple((int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in alive)
         return Resources(sizes)
 
@@ -118,10 +116,9 @@ class RayExecutor:
             num_cpus=placement.cpus, num_gpus=placement.gpus, max_calls=1, max_retries=1
         )(run_and_carry_errors)
         try:
-            with self.watch.connection():
-                reference = remote.remote(function, with_progress(arguments, progress))
-                wait_for_one([reference], self.watch, progress)
-                result, error = ray.get(reference)
+            reference = remote.remote(function, with_progress(arguments, progress))
+            wait_for_one([reference], self.watch, progress)
+            result, error = ray.get(reference)
         except RayError as death:
             self.watch.settle()
             raise worker_death_error(death) from death
@@ -182,15 +179,14 @@ class ActorPool:
     def outcomes(self) -> Iterator[Outcome]:
         """Yield the outcome of each shard task as it completes; finally end the Ray actors."""
         try:
-            with self.watch.connection():
-                self._assign()
-                while self._unfinished():
-                    answer = wait_for_one(self._running, self.watch, self.progress)
-                    outcome = self._outcome(answer, self._running.pop(answer))
-                    self._assign()  # first, so that no worker waits while the caller handles it
-                    if outcome:
-                        yield outcome
-                        self._assign()
+            self._assign()
+            while self._unfinished():
+                answer = wait_for_one(self._running, self.watch, self.progress)
+                outcome = self._outcome(answer, self._running.pop(answer))
+                self._assign()  # first, so that no worker waits while the caller handles it
+                if outcome:
+                    yield outcome
+                    self._assign()
         finally:
             self._close()
 

