@@ -31,8 +31,8 @@ WORKER_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": 
 OBJECT_STORE_BYTES = 256 * 1024**2  # tasks and receipts only
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 NO_CLUSTER = (
-    "Start the cluster (`ray start --head`), set RAY_ADDRESS to its host:port, or unset it to start a"
-    " cluster for this run."
+    "Start the cluster (`ray start --head`) and set RAY_ADDRESS to its host:port, or unset it to"
+    " start a cluster for this run."
 )
 SECONDS_TO_CONNECT = 5.0
 SECONDS_BETWEEN_TESTS = 0.5
