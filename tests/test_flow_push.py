@@ -138,37 +138,6 @@ def test_the_card_is_made_from_the_stages_records(copied_run, again, hub):
     assert card() == made and b"0.0025" not in made
 
 
-@pytest.mark.parametrize(
-    ("damage", "found"),
-    [
-        (
-            lambda latest: (latest / "generate" / "DONE.json").write_text(""),
-            "stage generate is not finished",
-        ),
-        (lambda latest: (latest / "train").unlink(), "stage train is missing"),
-    ],
-)
-def test_a_missing_stage_of_the_card_stops_the_push(copied_run, again, hub, damage, found):
-    damage(copied_run.path / "latest")
-    assert_refused(copied_run, hub, DataError, found)
-    again()
-    assert push_again(copied_run)["repo"] == "me/heads"
-
-
-def test_nothing_is_pushed_after_another_training_since_the_check(copied_run, again, hub):
-    again(until="train", train__lr=0.002)
-    assert_refused(copied_run, hub, DataError, "stage train is missing or not the one that")
-
-
-def test_limits_are_those_of_run_yaml_as_it_is_now(copied_run, hub):
-    settings = copied_run.path / "run.yaml"
-    settings.write_text(
-        settings.read_text().replace("min_acceleration_rate: 0.0", "min_acceleration_rate: 99.0")
-    )
-    with pytest.raises(CheckFailed, match=r"below check.min_acceleration_rate = 99"):
-        push_again(copied_run)
-
-
 def test_the_card_has_the_target_s_commit_at_the_check(copied_run, hub, monkeypatch):
     """The branch may have moved since; the licence is that of the commit."""
     settings, asked = latest(copied_run, "check").summary["configuration"], []

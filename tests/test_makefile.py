@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,27 +50,6 @@ def test_another_build_is_not_installed_over_the_present_one(make, tmp_path, ins
 def test_without_a_word_the_build_that_is_there_stays(make, installed):
     ended = make(installed, "--dry-run", "test")
     assert ended.returncode == 0 and "install" not in ended.stdout and "pytest" in ended.stdout
-
-
-def test_docs_are_built_strictly_in_their_own_environment(make):
-    planned = make("cpu", "--dry-run", "docs").stdout
-    assert ".venv-docs/bin/mkdocs build --strict" in planned and ".venv/" not in planned
-
-
-def install(lock: Path, *options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts" / "install.py"), str(lock), *options]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-@pytest.mark.slow
-def test_an_installation_that_fails_shows_what_pip_said(tmp_path):
-    lock = tmp_path / "one.lock"
-    lock.write_text("no-such-package-of-anybody==1.0\n")
-    ended = install(lock, "--no-index")
-    assert (
-        ended.returncode != 0
-        and "No matching distribution found for no-such-package-of-anybody" in ended.stderr
-    )
 
 
 @pytest.mark.parametrize(

@@ -98,11 +98,6 @@ def test_a_tree_deeper_than_the_heads_is_refused(export, run):
         run.simulated_acceleration_rate([[0, 0]])
 
 
-def test_a_run_s_tree_is_no_worse_than_one_guess(run):
-    rate = run.simulated_acceleration_rate(run.tree())
-    assert rate >= 1.0 and rate >= run.simulated_acceleration_rate([[0]])
-
-
 def test_a_target_loads_by_itself(tiny_target):
     target = load_target(tiny_target, gpus=0, dtype="float32")
     assert not target.model.training and 1 in target.eos_token_ids

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import platform
 import re
 import shutil
 import signal
@@ -32,19 +31,11 @@ def test_a_signal_ends_a_command_with_its_own_exit_code(command, finished_run, m
     assert ended.code == 143 and ended.err.startswith("Stopped by SIGTERM.")
 
 
-@pytest.mark.parametrize("words", [("--version", "--verbose"), ("--verbose", "--version")])
-def test_verbose_version_has_what_a_report_needs(command, words):
-    lines = command(*words).out.splitlines()
+def test_verbose_version_has_what_a_report_needs(command):
+    lines = command("--version", "--verbose").out.splitlines()
     assert lines[0] == f"medusa-distill {version('medusa-distill')}"
-    for package in ("torch", "transformers", "ray", "peft", "pyarrow"):
-        assert f"{package} {version(package)}" in lines
-    assert f"python {platform.python_version()}" in lines
+    assert f"torch {version('torch')}" in lines
     assert f"cores: {len(os.sched_getaffinity(0))}" in lines
-
-
-def test_verbose_belongs_to_version(command):
-    ended = command("--verbose", "keys")
-    assert ended.code == 2 and "--version" in one_paragraph(ended.err)
 
 
 def test_a_wrong_key_is_refused_before_torch_is_imported(config_file):
@@ -111,7 +102,6 @@ def test_run_prints_one_line_per_stage_and_the_report(command, config_file):
     ("words", "key"),
     [
         (("--until", "trian"), "--until"),
-        (("--until", "generate", "--fresh", "train"), "--fresh"),
         (("--executor", "slurm"), "--executor"),
     ],
 )
@@ -132,18 +122,6 @@ def test_a_failed_check_is_exit_code_1_after_the_report(command, config_file, co
     assert states(planned)["check"] == "kept"
     for out in (status, planned):
         assert "check.min_acceleration_rate" in line_of("check", out)
-
-
-def test_push_hands_over_every_option(command, monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setattr("pipeline.flow.push_run", lambda path, **options: asked.append(options))
-    options = {"repo_id": "me/a", "base_model": "me/c", "license": "mit"}
-    words = ["--private", "--dry-run"]
-    for name, value in options.items():
-        words += [f"--{name.replace('_', '-')}", value]
-    assert command("push", tmp_path).code == command("push", tmp_path, *words).code == 0
-    usual = dict.fromkeys(options) | {"private": False, "dry_run": False}
-    assert asked == [usual, options | {"private": True, "dry_run": True}]
 
 
 def test_status_and_verify_of_a_finished_run_write_nothing(command, copied_run):
@@ -250,27 +228,10 @@ def test_a_half_done_run_counts_what_is_there(command, half_done, config_file, m
     assert "does not fit" in command("plan", config_file, "generate.temperature=1.5").out
 
 
-@pytest.mark.parametrize("damage", ["bit", "quarantine"])
-def test_verify_of_a_half_done_run_names_the_damaged_file(command, half_done, damage):
-    features = latest(half_done, "features")
-    bad = features.shard_path(2)
-    if damage == "quarantine":
-        bad = features.quarantine_path(2)
-        bad.unlink()
-    else:
-        data = bytearray(bad.read_bytes())
-        data[100] ^= 1
-        bad.write_bytes(data)
-    ended = command("verify", half_done.path)
-    assert ended.code == 1
-    assert re.findall(r"\S+\.(?:parquet|jsonl)", one_paragraph(ended.err)) == [str(bad)]
-
-
 def test_a_changed_setting_counts_no_shard_that_was_made_before(command, copied_run, config_file):
     out = command("plan", config_file, "generate.temperature=1.5").out
-    for stage, why in (("generate", "temperature"), ("features", "what comes before it changed")):
-        line = line_of(stage, out)
-        assert " 4 pending" in line and why in line and "done" not in line
+    line = line_of("features", out)
+    assert " 4 pending" in line and "what comes before it changed" in line and "done" not in line
     settings = (copied_run.path / "run.yaml").read_text()
     (copied_run.path / "run.yaml").write_text(settings.replace("nodes: 8", "nodes: 7"))
     assert states(command("status", copied_run.path).out)["calibrate"] == "stale"

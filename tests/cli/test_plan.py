@@ -118,20 +118,6 @@ def test_plan_goes_on_without_the_target(command, config_file, copied_run):
     assert "taken to be unchanged" not in command("plan", config_file).out
 
 
-@pytest.mark.parametrize(("gpus", "width"), [(0, 4), (1, 2)])
-def test_plan_sizes_states_by_the_device_of_the_features(
-    command, config_file, tiny_target, tmp_path, gpus, width
-):
-    """64 numbers each: the model's own 16 bits on a GPU, float32 on a CPU, whatever this machine
-    has.
-    """
-    target = shutil.copytree(tiny_target, tmp_path / "half")
-    config = (target / "config.json").read_text()
-    (target / "config.json").write_text(config.replace('"float32"', '"bfloat16"'))
-    words = (f"target.model={target}", f"placement.features.gpus_per_worker={gpus}")
-    assert f"{64 * width} bytes of states" in command("plan", config_file, *words).out
-
-
 def test_plan_prints_the_workers_of_each_stage(command, config_file):
     """A worker that this machine cannot place is a note."""
     cores = len(os.sched_getaffinity(0))
@@ -139,17 +125,6 @@ def test_plan_prints_the_workers_of_each_stage(command, config_file):
     ended = command("plan", config_file, *words)
     assert ended.code == 0 and f"features: 1 worker(s), 0 GPU and {cores} CPU each" in ended.out
     assert re.search(r"! generate: .* 9999 CPU .*`run` will refuse this here\.", ended.out)
-
-
-def test_plan_says_that_run_refuses_without_a_gpu(command, config_file, copied_run, monkeypatch):
-    """Not of a stage that has run."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    words = ("placement.train.gpus_per_worker=1", "train.lr=0.5")
-    ended = command("plan", config_file, *words)
-    assert ended.code == 0
-    assert "! train: this machine has no GPU, so it needs a cluster. `run` will refuse" in ended.out
-    assert "refuse" not in command("plan", config_file, words[0]).out
-    assert command("run", config_file, *words, "--executor", "inline").code == 4
 
 
 def test_plan_without_weights_prints_gib_and_refuses_misfits(command, config_file, tmp_path):
@@ -252,19 +227,6 @@ def test_plan_downloads_no_weights(config_file, hub):
     assert "model.safetensors" in hub.fetched and len(hub.fetched) == len({*hub.fetched}), (
         "nothing came twice"
     )
-
-
-def test_plan_refuses_too_many_bad_rows(command, config_file, tmp_path):
-    """30 of 70 rows are empty conversations; then the limit is a half."""
-    mixed = tmp_path / "mixed.jsonl"
-    rows = [f'{{"prompt": "Where is clock {number}?"}}' for number in range(40)]
-    mixed.write_text("\n".join(rows + ['{"conversations": []}'] * 30))
-    words = ("plan", config_file, f"seeds.sources={mixed}")
-    ended = command(*words)
-    assert ended.code == 3
-    paragraph = one_paragraph(ended.err)
-    assert "30 of 70 rows were refused" in paragraph and "(seeds.sources)" in paragraph
-    assert command(*words, "limits.max_quarantine_fraction=0.5").code == 0
 
 
 def test_plan_warns_of_text_that_is_not_read(command, config_file, tmp_path):

@@ -95,14 +95,10 @@ def test_paths_in_an_override_are_relative_to_the_working_directory(file, tmp_pa
     ("word", "says"),
     [
         ("train.num_haeds=3", "did you mean 'train.num_heads'"),
-        ("tarin.lr=1", "did you mean 'train'"),
         ("seeds.sources=[{paht: x}]", "did you mean 'seeds.sources.path'"),
         ("train.lr=fast", "'train.lr'"),
         ("placement.gpu_tflops=989", "give gpu_tflops and gpu_bandwidth_gbs together"),
-        ("placement.gpu_memory_gb=0.5", "greater than or equal to 1, not 0.5"),
-        ("train.backbone.lora_rank=0", "'train.backbone.lora_rank'"),
         ("calibrate.choices=[[0], [a]]", "'calibrate.choices.1.0': it must be a valid integer"),
-        ("calibrate.choices=[]", "'calibrate.choices'"),
         ("nonsense", "is not an override"),
         (
             "train.lr.x=1",
@@ -111,8 +107,6 @@ def test_paths_in_an_override_are_relative_to_the_working_directory(file, tmp_pa
         ("generate.rounds=2024-01-02", 'it must be a valid integer, not "2024-01-02"'),
         ("train.roles=5", "it must be a list, such as [a, b], not 5"),
         ("run.name.x=1", "is a value, not a section"),
-        ("seeds.sources=[]", "'seeds.sources'"),
-        ("check.prompts=0", "'check.prompts'"),
         ("train.lr=.inf", "'train.lr'"),
         ("train.epoch=3", "trial.yaml, train.epoch)"),
         ("generate.engine_args={hf_token: not-to-be-shown}", "hf_token would be written"),
@@ -138,12 +132,8 @@ def test_samples_that_would_all_be_alike_are_refused(file, word):
 
 MOVED = {
     "train.num_layers": "train.medusa.num_layers",
-    "train.backbone_loss": "train.backbone.loss",
-    "train.backbone_lr": "train.backbone.lr",
-    "train.lora_rank": "train.backbone.lora_rank",
     "train.medusa.lora_rank": "train.backbone.lora_rank",
     "train.backbone.lorarank": "train.backbone.lora_rank",
-    "placement.train.worker": "placement.train.workers",
     "calibrate.prompts": "check.prompts",
     "train.lern_rate": None,
 }

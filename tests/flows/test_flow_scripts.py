@@ -157,18 +157,3 @@ def test_the_demos_are_alike_but_for_their_training(name: str):
     for section in ("target", "seeds", "generate", "features", "export", "limits", "push"):
         assert getattr(one, section) == getattr(two, section), section
     assert two.run.store == one.run.directory and two.run.directory.name == name
-
-
-@pytest.mark.slow
-def test_the_second_demo_takes_target_and_text_from_the_first(
-    story, tmp_path, tiny_target, monkeypatch
-):
-    monkeypatch.setattr(demo_target, "train_demo_target", None)  # somebody's own is not trained
-    words = (f"target.model={tiny_target}", *SMALL_CHECK)
-    story("demo", *words, until="generate")
-    store = f"run.store={tmp_path / 'demo'}"
-    story("demo", "medusa-2", *words, *SHORT, store, "train.backbone.max_kl=9")
-    run = RunDirectory(tmp_path / "demo-medusa-2")
-    assert stages_run(run) == ["train", "tuned-features", "calibrate", "export", "check"]
-    for stage in ("seeds", "generate"):
-        assert run.latest(stage).path == RunDirectory(tmp_path / "demo").latest(stage).path

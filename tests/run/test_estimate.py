@@ -151,14 +151,3 @@ def test_workers_without_gpus_share_the_machine(plan_of, monkeypatch):
     check(one.on(without), "train")
     with pytest.raises(EnvironmentFault):
         check(four.on(without), "train")
-
-
-def test_as_many_workers_as_gpus_share_a_batch(plan_of, monkeypatch):
-    monkeypatch.setattr("pipeline.run.estimate.gpu_memory", lambda: 80.0 * GIB)
-    found = []
-    for workers in ("auto", 8, 1):
-        placed = {"placement__gpu_memory_gb": None, "placement__train": {"workers": workers}}
-        run = plan_of("70B", **placed).on(Resources(((64, 8),)))
-        found.append(memory_of(run, "train"))
-    auto, eight, one = found
-    assert auto == eight and auto.activations < one.activations

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from pipeline.flow import STAGES
-from pipeline.run.context import skipped_stages
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
-from tests.flows.tiny import resolved
-
-
-@pytest.mark.parametrize("method", ["medusa-1", "medusa-2"])
-def test_a_stage_reads_only_earlier_stages_of_the_run(make_config, tmp_path, method):
-    config = make_config(tmp_path, train__method=method)
-    run = resolved(config)
-    have = [name for name in STAGES if name not in skipped_stages(config)]
-    for position, name in enumerate(have):
-        assert set(STAGES[name].upstream(config)) <= set(have[:position])
-        assert set(run.sections_of(name)) <= set(config.placement.of_stages())
-    assert ("tuned-features" in have) == (method == "medusa-2")
 
 
 def test_quarantined_rows_have_their_reasons():
