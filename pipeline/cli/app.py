@@ -11,7 +11,6 @@ from pipeline.cli import chat, check, compare, inspect, keys, plan, push, run, s
 from pipeline.cli.arguments import with_options_in_errors
 from pipeline.cli.ending import ends_well
 from pipeline.cli.version import print_version
-from pipeline.errors import ConfigError
 
 app = typer.Typer(
     name="medusa-distill",
@@ -43,12 +42,12 @@ def options(
     ] = False,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", help="Also print packages and hardware.", is_eager=True),
+        typer.Option(
+            "--verbose", help="With --version: also print the environment.", is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Train, check and publish draft heads for a chat model, by self-distillation."""
-    if verbose:
-        raise ConfigError("--verbose belongs to --version.", "command line", "Add --version.")
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from rich.console import Console
 from typer import Argument, Context, Option
@@ -22,16 +22,9 @@ def chat(
         bool, Option("--plain", help="Decode without the heads, for comparison.")
     ] = False,
     max_new_tokens: Annotated[int, Option(min=1, help="Maximum tokens of an answer.")] = 512,
-    temperature: Annotated[float, Option(min=0.0, help="0 is greedy.")] = 0.0,
-    rule: Annotated[
-        Literal["rejection", "typical"],
-        Option(
-            help=(
-                "Above temperature 0: rejection keeps the model's distribution; typical accepts"
-                " more and changes it."
-            )
-        ),
-    ] = "rejection",
+    temperature: Annotated[
+        float, Option(min=0.0, help="0 is greedy; above 0 the model's distribution is kept.")
+    ] = 0.0,
     seed: Annotated[
         int, Option(help="Sampling seed; the text is the same with and without the heads.")
     ] = 0,
@@ -67,7 +60,7 @@ def chat(
         target, decoder = export.target, export.decoder
     console = Console(highlight=False, soft_wrap=True)
     notes = Console(highlight=False, soft_wrap=True, stderr=not console.is_terminal)
-    sampling = Sampling(max_new_tokens, acceptance_rule(rule, temperature), seed)
+    sampling = Sampling(max_new_tokens, acceptance_rule("rejection", temperature), seed)
     session = ChatSession(target, decoder, sampling, system, console, notes)
     if sys.stdin.isatty():
         session.answer_person()

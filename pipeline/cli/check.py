@@ -13,7 +13,7 @@ from pipeline.cli.arguments import Gpus, TargetSettings
 from pipeline.config.load import target_settings
 from pipeline.errors import CheckFailed
 from pipeline.formatting import visible
-from pipeline.storage.atomic import write_json, write_text
+from pipeline.storage.atomic import write_json
 from pipeline.storage.run_directory import export_of
 
 
@@ -47,15 +47,13 @@ def check(
         int, Option(min=1, help="Number of questions to ask; each of their turns is a prompt.")
     ] = 32,
     max_new_tokens: Annotated[int, Option(min=2, help="Maximum tokens per answer.")] = 64,
-    engine: Annotated[list[Engine] | None, Option(help="native, vllm. Default: both.")] = None,
+    engine: Annotated[list[Engine] | None, Option(help="Default: both engines.")] = None,
     draft_tokens: Annotated[
         int | None, Option(min=1, help="vLLM's draft tokens. Default: as the files say.")
     ] = None,
     repeats: Annotated[int, Option(min=1, help="Timed repetitions.")] = 3,
     gpus: Gpus = None,
-    out: Annotated[
-        Path | None, Option(help="Write check.json, check.md and the answers there.")
-    ] = None,
+    out: Annotated[Path | None, Option(help="Write check.json and the answers there.")] = None,
 ) -> None:
     """Measure any heads on their target: rates, speed, and whether greedy text is unchanged.
 
@@ -76,7 +74,7 @@ def check(
     from pipeline.execution.progress import Meter, ProgressReporter
     from pipeline.report.check_tables import categories_table, check_table
     from pipeline.report.report import Report
-    from pipeline.report.text_table import markdown_section, print_tables, print_text
+    from pipeline.report.text_table import print_tables, print_text
     from pipeline.report.warnings import report_warnings
     from pipeline.report.what_to_serve import what_to_serve_table
     from pipeline.targets.spec import resolve
@@ -112,9 +110,6 @@ def check(
     print_tables(tables, console)
     if out:
         write_json(out / "check.json", to_json(measured))
-        write_text(
-            out / "check.md", "\n\n".join([f"# {title}", *map(markdown_section, tables)]) + "\n"
-        )
         write_answers(out, answers)
     if measured.check.failures:
         raise CheckFailed(

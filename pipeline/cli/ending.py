@@ -85,7 +85,7 @@ def _print_error(error: BaseException, commits: bool) -> int:
     if code == 128 + signal.SIGPIPE:  # as with `| head`: the reader has gone
         return code
     console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
-    with contextlib.suppress(OSError):  # stderr may be gone as well
+    with contextlib.suppress(OSError):  # stderr may be gone too
         if not isinstance(error, Interrupted):
             console.print("[red]error:[/]", end=" ")
         console.print(visible(" ".join(redacted(text).split())), markup=False)

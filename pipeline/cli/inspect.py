@@ -42,7 +42,7 @@ def inspect(
         raise ConfigError(
             f"This run has no stage '{stage}' yet.",
             run.path,
-            "`medusa-distill status` lists the stages and how far each is.",
+            "`medusa-distill status` lists the stages and their states.",
         )
     shards = directory.shards()
     if shards:
@@ -53,7 +53,7 @@ def inspect(
         raise DataError(
             f"{stage} is not finished, or its DONE.json cannot be read.",
             directory.path,
-            "Run again to finish or rebuild it.",
+            "Run the same configuration again to finish or rebuild the stage.",
         )
 
 
@@ -111,5 +111,5 @@ def _find_row(shards: Sequence[Path], wanted: str | None) -> Row:
     raise ConfigError(
         f"There is no row '{wanted}' among the {number} rows.",
         shards[0].parent.parent,
-        "Give an id or a number from 0.",
+        "Give an id, or a number from 0.",
     )

@@ -54,8 +54,6 @@ COLUMNS = {
 def print_plan(run: ResolvedRun) -> None:
     """Print the output of `plan`; raise EnvironmentFault if a stage does not fit into memory."""
     notes = [f"! {note}" for note in (*check_plan(run), *warnings(run))]
-    if run.method.advice:
-        notes.append(run.method.advice)
     directory = RunDirectory(run.config.run.directory, run.config.run.store)
     context = Context(run, directory, read_only=True)
     statuses = stage_statuses(context, STAGES)

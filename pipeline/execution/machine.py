@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 GIB = 1 << 30
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-DRIVER = Path("/proc/driver/nvidia/version")
 PACKAGES = (
     "torch",
     "transformers",
@@ -43,21 +42,21 @@ def gpu_memory() -> float | None:
 
 
 @functools.cache
-def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the operations per second of large matrix products on a device of this machine."""
+def product_rate() -> float:
+    """Measure the operations per second of large matrix products on this machine's CPU."""
     import torch
 
-    size = 4096 if device.type == "cuda" else 512
-    left = torch.ones(size, size, device=device, dtype=dtype)
+    size = 512
+    left = torch.ones(size, size)
     return 2 * size**3 / _seconds("left @ left", left=left)
 
 
 @functools.cache
-def copy_rate(device: torch.device) -> float:
-    """Measure the bytes per second that a device of this machine reads and writes in copies."""
+def copy_rate() -> float:
+    """Measure the bytes per second that this machine's CPU reads and writes in copies."""
     import torch
 
-    source = torch.ones(32 << 20, device=device, dtype=torch.uint8)
+    source = torch.ones(32 << 20, dtype=torch.uint8)
     copy = torch.empty_like(source)
     return 2 * source.numel() / _seconds("copy.copy_(source)", copy=copy, source=source)
 
@@ -85,22 +84,6 @@ def machine_memory() -> float:
             if limit.isdigit():
                 smallest = min(smallest, float(limit))
     return smallest
-
-
-def unusable_driver() -> str | None:
-    """Describe the problem that a GPU driver is installed but torch finds no GPU, or return None.
-
-    A torch without CUDA is not a problem, and neither are GPUs hidden by CUDA_VISIBLE_DEVICES.
-    """
-    import torch
-
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    if torch.version.cuda is None or hidden or not DRIVER.is_file() or torch.cuda.is_available():
-        return None
-    return (
-        f"A GPU's driver is installed here, and torch {torch.__version__}, built for CUDA"
-        f" {torch.version.cuda}, finds no GPU with it"
-    )
 
 
 def hardware() -> dict[str, object]:

@@ -14,7 +14,7 @@ from pipeline.conversations.sources import source_readers
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.evaluation.prompts import with_room
 from pipeline.evaluation.vllm_methods import require_methods
-from pipeline.execution.machine import SUBMITTED_JOB, unusable_driver
+from pipeline.execution.machine import SUBMITTED_JOB
 from pipeline.heads.shapes import FORMATS
 from pipeline.run.resolved import ASSISTANT, ENGINE_SECTIONS, SERVED, TARGET, ResolvedRun
 from pipeline.targets.files import check_repo_id, is_local
@@ -47,10 +47,7 @@ def check_plan(run: ResolvedRun) -> list[str]:
 
 
 def warnings(run: ResolvedRun) -> list[str]:
-    """Return the warnings before a run: keys of `train` that are not read, and differing ends.
-
-    Keys are read by the kind of heads and the training method.
-    """
+    """Return the warnings before a run: keys of `train` without effect, and differing ends."""
     found = []
     train = run.config.train
     unread = ", ".join(run.method.unread_keys(train))
@@ -87,8 +84,8 @@ def check_heads(run: ResolvedRun) -> None:
 def check_tree(run: ResolvedRun) -> None:
     """Raise ConfigError if the heads cannot propose the tree or the chain of draft tokens.
 
-    Also raise it if the tree is invalid or its file cannot be read, and what `require_methods`
-    raises for the drafts that the check compares with.
+    Also raise it if the tree is invalid, DataError if the tree's file cannot be read, and what
+    `require_methods` raises for the drafts that the check compares with.
     """
     settings = run.config.calibrate
     most_by_key = {"depth": run.shape.max_depth, "draft_tokens": run.max_draft_tokens}
@@ -96,9 +93,9 @@ def check_tree(run: ResolvedRun) -> None:
         wanted = getattr(settings, key)
         if isinstance(wanted, int) and wanted > most:
             raise ConfigError(
-                f"These heads propose {most} tokens in a row, and {wanted} are asked for.",
+                f"These heads propose at most {most} tokens in a row, not {wanted}.",
                 f"calibrate.{key}",
-                "Lower it or raise train.num_heads.",
+                "Lower this setting or raise train.num_heads.",
             )
     _ = run.dynamic_tree, run.choices  # which raise
     require_methods(run.config.check, run.max_draft_tokens)
@@ -176,21 +173,14 @@ def check_target(run: ResolvedRun) -> None:
         return  # seeds alone need no target
     config = run.config
     vocab_size = run.model(TARGET).config.get_text_config().vocab_size
-    top, most = config.calibrate.top, config.train.draft_vocab or vocab_size
-    if most > vocab_size:
+    draft_vocab = config.train.draft_vocab
+    if draft_vocab and draft_vocab > vocab_size:
         raise ConfigError(
-            f"A draft vocabulary of {most} tokens exceeds the target's of {vocab_size}.",
+            f"A draft vocabulary of {draft_vocab} tokens exceeds the target's of {vocab_size}.",
             "train.draft_vocab",
             "Lower it or leave it unset.",
         )
-    # A static tree uses as many guesses as there are.
-    if top > most and (most < vocab_size or config.calibrate.tree == "dynamic"):
-        raise ConfigError(
-            f"{top} guesses of each head are asked for, and it can propose only {most} tokens.",
-            "calibrate.top",
-            f"Lower it to at most {most}.",
-        )
-    shape = run.shape.drafting(config.train.draft_vocab)
+    shape = run.shape.drafting(draft_vocab)
     refusal = run.kind.vllm_refusal(shape, run.target_config.to_dict())
     if "vllm" in config.check.engines and refusal:
         raise ConfigError(refusal, "check.engines", "Set check.engines to [native].")
@@ -250,24 +240,6 @@ def check_readers(run: ResolvedRun) -> None:
             require_readable(copy, engine, on_gpu=on_gpu, where=SERVED)
 
 
-def check_driver(run: ResolvedRun) -> None:
-    """Raise EnvironmentFault if a GPU driver is installed that torch cannot use.
-
-    Nothing is checked if only seeds runs, or if all `gpus_per_worker` are 0.
-    """
-    sections = run.config.placement.of_stages().values()
-    if set(run.stages) == {"seeds"} or all(wanted.gpus_per_worker == 0 for wanted in sections):
-        return
-    reason = unusable_driver()
-    if reason:
-        raise EnvironmentFault(
-            f"{reason}.",
-            "nvidia driver",
-            "Update the driver or install torch for an older CUDA. To compute on the CPU, set"
-            " gpus_per_worker of placement.generate, placement.features and placement.train to 0.",
-        )
-
-
 def check_method(run: ResolvedRun) -> None:
     """Raise ConfigError if the training method cannot train with these settings or this target."""
     if "train" in run.stages and TARGET in run.models:
@@ -275,14 +247,18 @@ def check_method(run: ResolvedRun) -> None:
 
 
 def check_files(run: ResolvedRun) -> None:
-    """Raise ConfigError if `check.prompts` names a file that does not exist."""
-    path = run.config.check.prompts
-    if isinstance(path, Path) and not path.is_file():
-        raise ConfigError(
-            f"There is no file {path}.",
-            "check.prompts",
-            "Name a file of conversations, or leave it unset for held-out rows.",
-        )
+    """Raise ConfigError if a setting names a file that does not exist."""
+    files = {
+        "check.prompts": run.config.check.prompts,
+        "calibrate.choices": run.config.calibrate.choices,
+    }
+    for key, path in files.items():
+        if isinstance(path, Path) and not path.is_file():
+            raise ConfigError(
+                f"There is no file {path}.",
+                key,
+                "Name a file, or leave the setting out.",
+            )
 
 
 def check_acceptance(run: ResolvedRun) -> None:
@@ -372,6 +348,7 @@ def check_trackers(run: ResolvedRun) -> None:
 
 
 CHECKS = (
+    check_files,
     check_heads,
     check_tree,
     check_quantization,
@@ -381,10 +358,8 @@ CHECKS = (
     check_template,
     check_target,
     check_served_copy,
-    check_driver,
     check_readers,
     check_method,
-    check_files,
     check_acceptance,
     check_push,
     check_root,

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from pipeline.evaluation.gpu_figures import GpuFigures, gpu_figures
-from pipeline.evaluation.native import NUM_WARM_UPS
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS
 from pipeline.evaluation.served_figures import NUM_IN_TURN
-from pipeline.execution.machine import copy_rate, gpu_memory, product_rate
+from pipeline.execution.machine import copy_rate, product_rate
 from pipeline.run.estimate import (
     RunSize,
     count_trained,
@@ -38,8 +37,7 @@ from pipeline.training.task import Learner
 # Shares of rates that stages reach. On an H100 (benchmarks/results/gpu.json) the features stage
 # reached 0.55 and training 0.53 of large products' 741 TFLOP/s, which are 0.75 of the data sheet's,
 # and a plain step read 14.5 GB in 8.9 ms, 0.49 of the data sheet's bandwidth.
-OF_PRODUCTS = 0.54
-OF_COPIES = 0.54  # which reach nine tenths of the data sheet's
+OF_PRODUCTS = 0.54  # measured ones
 OF_PEAK = 0.40
 OF_PEAK_BANDWIDTH = 0.49
 
@@ -69,12 +67,9 @@ class Rates:
     memory: float | None = None  # bytes of a GPU; None on a CPU
 
     @classmethod
-    def measured(cls, device: torch.device, dtype: torch.dtype) -> Rates:
-        """Return the rates that a device of this machine reaches, measured in half a second."""
-        operations, num_bytes = product_rate(device, dtype), copy_rate(device)
-        if device.type == "cuda":
-            return cls(OF_PRODUCTS * operations, OF_COPIES * num_bytes, gpu_memory())
-        return cls(OF_PRODUCTS * operations, num_bytes)
+    def of_cpu(cls) -> Rates:
+        """Return the rates that this machine's CPU reaches, measured in half a second."""
+        return cls(OF_PRODUCTS * product_rate(), copy_rate())
 
     @classmethod
     def of_gpu(cls, gpu: GpuFigures, memory: float) -> Rates:
@@ -219,16 +214,12 @@ class Hours:
             section = ENGINE_SECTIONS[engine]
             on_gpu, step = self.rates[section].memory is not None, self.plain_step(section)
             if engine == "native":
-                warm_ups = min(prompts, NUM_WARM_UPS)
-                if on_gpu:  # so that every CUDA graph is captured
-                    warm_ups = prompts
                 methods = 2 + len(check.baselines)
-                answers = methods * (check.repeats * prompts + 2 * warm_ups)
+                answers = methods * (check.repeats + 1) * prompts  # with warm-ups
                 seconds += WORKER
             else:
                 methods = 3 + len(check.engine_baselines) + len(check.draft_tokens)
-                passes = (methods - 1) * check.repeats + 1
-                answers = passes * (1 + min(prompts, NUM_IN_TURN))
+                answers = methods * check.repeats * (1 + NUM_IN_TURN)
                 if not on_gpu:
                     step += CPU_ENGINE_STEP
                 seconds += methods * ENGINE
@@ -239,8 +230,8 @@ class Hours:
 def rates_of_sections(run: ResolvedRun, target: TargetSizes) -> dict[str, Rates] | None:
     """Return the rates of the workers of each section of `placement`, all together.
 
-    A GPU's are those of its peak figures, else measured. A CPU's are measured, and its workers
-    share them. The result is None if the devices are not here and their figures are not given.
+    A GPU's rates follow from its peak figures. A CPU's rates are measured, and its workers share
+    them. The result is None if the peak figures are unknown, or if the CPU is elsewhere.
     """
     found = {}
     for section in run.config.placement.of_stages():
@@ -256,15 +247,12 @@ def rates_of_sections(run: ResolvedRun, target: TargetSizes) -> dict[str, Rates]
 
 def _rates_of_device(run: ResolvedRun, target: TargetSizes, *, on_gpu: bool) -> Rates | None:
     """Return the rates of one GPU, or of this machine's CPU; None if they are not known."""
-    is_elsewhere = bool(os.environ.get("RAY_ADDRESS"))
     if not on_gpu:
-        return None if is_elsewhere else Rates.measured(torch.device("cpu"), torch.float32)
+        return None if os.environ.get("RAY_ADDRESS") else Rates.of_cpu()
     is_here = run.config.placement.gpu_memory_gb is None and torch.cuda.is_available()
     name = torch.cuda.get_device_name() if is_here else None
     gpu = gpu_figures(run.config.placement, name, target)
     memory = planned_gpu_memory(run)
-    if gpu is not None and memory is not None:
-        return Rates.of_gpu(gpu, memory)
-    if is_here and not is_elsewhere:
-        return Rates.measured(torch.device("cuda"), run.target.torch_dtype)
-    return None
+    if gpu is None or memory is None:
+        return None
+    return Rates.of_gpu(gpu, memory)

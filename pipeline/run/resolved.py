@@ -12,7 +12,7 @@ from pipeline.artifacts.tree_file import read_paths
 from pipeline.config import Config, PlacementOf, TargetConfig
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import TreePath, check_choices
-from pipeline.errors import ConfigError, DataError, MedusaDistillError
+from pipeline.errors import ConfigError, MedusaDistillError
 from pipeline.execution.executor import InlineExecutor
 from pipeline.execution.placement import Placement, Resources, gpus_of, place, workers_of
 from pipeline.export.hub import Repositories, repositories
@@ -206,22 +206,13 @@ class ResolvedRun:
         """The validated paths in `calibrate.choices`; None if it is not set.
 
         Raises:
-            ConfigError: The paths are not a tree, or their file cannot be read.
+            ConfigError: The paths are not a tree.
+            DataError: The file of the paths cannot be read.
         """
         given = self.config.calibrate.choices
         if given is None:
             return None
-        if isinstance(given, Path):
-            try:
-                paths = read_paths(given)
-            except DataError as error:
-                raise ConfigError(
-                    error.what,
-                    f"calibrate.choices = {given}",
-                    "Name a file of paths, such as [[0], [0, 0], [1]].",
-                ) from None
-        else:
-            paths = given
+        paths = read_paths(given) if isinstance(given, Path) else given
         return check_choices(paths, self.shape.max_depth, self.config.calibrate.top)
 
     @property
@@ -243,9 +234,9 @@ class ResolvedRun:
         most = smallest.num_proposed
         if settings.nodes > most:
             raise ConfigError(
-                f"A dynamic tree of {settings.nodes} nodes is asked for, and {most} are proposed.",
+                f"The heads propose {most} nodes for a dynamic tree, fewer than {settings.nodes}.",
                 "calibrate.nodes",
-                "Lower it, or raise calibrate.top or calibrate.depth.",
+                "Lower this setting, or raise calibrate.top or calibrate.depth.",
             )
         return smallest.resized(settings.nodes)
 
@@ -257,7 +248,7 @@ def resolve_run(config: Config, stages: Sequence[str], fresh: str | None = None)
 
     Args:
         stages: The stages to run or keep, upstream first.
-        fresh: The stage among them whose result is deleted and made again.
+        fresh: The stage among them whose result is deleted and rebuilt.
 
     Raises:
         ConfigError: There is no such kind of heads or method of training.

@@ -187,15 +187,8 @@ class Failures:
 def _log_outcome(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
     """Log the outcome of a shard in the run's events.jsonl."""
     event = functools.partial(context.run.event, stage=stage.stage, shard=outcome.task.index)
-    receipt = outcome.receipt
-    if receipt:
-        event(
-            "shard",
-            rows=receipt.num_rows,
-            quarantined=receipt.num_quarantined,
-            busy_seconds=receipt.note and receipt.note.busy_seconds,
-            **receipt.stats,
-        )
+    if outcome.receipt:
+        event("shard")
     elif outcome.death:
         event("worker-died", error=outcome.death)
     else:

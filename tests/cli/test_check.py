@@ -52,7 +52,6 @@ def test_a_run_and_its_pickle_alone_are_measured_alike(checked, finished_run, tm
         "the same heads, the same chain"
     )
     assert "acceleration rate" in other.out and "3 Medusa heads" in other.out
-    assert "| acceleration rate |" in (tmp_path / "found" / "check.md").read_text()
     assert len((tmp_path / "found" / "answers" / "medusa.jsonl").read_text().splitlines()) == 3
 
 

@@ -263,7 +263,7 @@ def test_plan_counts_what_the_seeds_stage_keeps(command, config_file, tmp_path):
 def test_more_than_a_day_is_a_warning_with_what_helps(command, config_file, tmp_path, monkeypatch):
     """A Llama of 70B on a CPU of 1 TFLOP/s."""
     monkeypatch.setattr("pipeline.run.estimate.machine_memory", lambda: 1000.0 * 2**30)
-    monkeypatch.setattr("pipeline.run.hours.product_rate", lambda *device: 1e12)
+    monkeypatch.setattr("pipeline.run.hours.product_rate", lambda: 1e12)
     large = write("meta-llama/Llama-3.1-70B-Instruct", tmp_path / "large")
     words = (f"target.model={large}", "seeds.sources=[{hub: a/b, limit: 50000}]")
     out = command("plan", config_file, *words, "train.heads=recurrent", "train.num_heads=5").out

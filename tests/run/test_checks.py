@@ -32,7 +32,6 @@ REFUSED = [
     ({"check__max_new_tokens": 192}, "check.max_new_tokens"),
     ({"export__formats": ["shared"]}, "export.formats"),
     ({"train__draft_vocab": 301}, "train.draft_vocab"),
-    ({"train__draft_vocab": 9}, "calibrate.top"),
     ({"train__draft_vocab": 40, "train__heads": "recurrent", **VLLM}, "check.engines"),
     ({"seeds__sources": "/absent.jsonl"}, "seeds.sources"),
     ({"check__acceptance": "rejection"}, "check.temperature"),
