@@ -9,11 +9,12 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from pipeline.errors import ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.targets import files
@@ -323,6 +324,45 @@ def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
         yield seen
     finally:
         hook.remove()
+
+
+@contextmanager
+def layer_outputs(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+    """Context manager: yield a list to which each forward appends layer outputs [B, T, X].
+
+    The outputs [B, T, D] of the decoder layers `layers`, ascending and counted from 1, are side by
+    side. That of the highest layer is before the final norm. If the layers are on several GPUs, the
+    result is on the GPU of the last one.
+
+    Raises:
+        ConfigError: The model keeps its decoder layers in no list.
+    """
+    num_layers = model.config.get_text_config().num_hidden_layers
+    lists = [part for part in model.get_decoder().modules() if isinstance(part, nn.ModuleList)]
+    decoder = next((part for part in lists if len(part) == num_layers), None)
+    if decoder is None:
+        raise ConfigError(
+            "The target's decoder layers are not one list.",
+            files.WHERE,
+            "Choose heads that read only the last state, or another target.",
+        )
+    seen: list[torch.Tensor] = []
+    outputs: dict[int, torch.Tensor] = {}
+
+    def keep(layer: int, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        """Keep a layer's output; after the last layer, append all of them to `seen`."""
+        outputs[layer] = output[0] if isinstance(output, tuple) else output
+        if layer == layers[-1]:
+            device = outputs[layer].device
+            seen.append(torch.cat([outputs.pop(each).to(device) for each in layers], -1))
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            hook = decoder[layer - 1].register_forward_hook(
+                lambda _, __, output, layer=layer: keep(layer, output)
+            )
+            hooks.callback(hook.remove)
+        yield seen
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

@@ -6,13 +6,20 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets import loading
-from pipeline.targets.loading import lm_head_weight, load_causal_lm, require_gpus, verify_tap
+from pipeline.targets.loading import (
+    layer_outputs,
+    lm_head_weight,
+    load_causal_lm,
+    require_gpus,
+    verify_tap,
+)
 from pipeline.targets.spec import TargetSpec, weight_files
 from tests.targets.conftest import edit, without
+from tests.tiny_models import SIZES, tiny_model
 
 WHOLE = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
 
@@ -127,6 +134,31 @@ def test_the_tap_is_what_lm_head_reads(random_target):
     model.model.embed_tokens.weight.fill_(float("inf"))
     with pytest.raises(ConfigError, match="not finite"):
         verify_tap(model)
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, Qwen3Config, Gemma3TextConfig])
+def test_layer_outputs_are_the_hidden_states_of_transformers(family):
+    model = tiny_model(family(**{**SIZES, "num_hidden_layers": 4, "head_dim": 16}))
+    ids_BT = torch.randint(0, 40, (2, 7))
+    with torch.no_grad(), layer_outputs(model, (1, 3, 4)) as seen:
+        for _ in range(2):
+            expected = model(input_ids=ids_BT, output_hidden_states=True).hidden_states
+    assert len(seen) == 2
+    for states_BTX in seen:
+        first, third, last = states_BTX.chunk(3, -1)
+        torch.testing.assert_close(first, expected[1], rtol=0, atol=0)
+        torch.testing.assert_close(third, expected[3], rtol=0, atol=0)
+        torch.testing.assert_close(model.base_model.norm(last), expected[4], rtol=0, atol=0)
+        assert not torch.allclose(last, expected[4])
+    model(input_ids=ids_BT)
+    assert len(seen) == 2, "the hooks are gone"
+
+
+def test_a_target_without_a_list_of_its_layers_has_no_layer_outputs():
+    model = tiny_model(LlamaConfig(**SIZES))
+    model.config.num_hidden_layers = 3
+    with pytest.raises(ConfigError, match="not one list"), layer_outputs(model, (1,)):
+        pass
 
 
 def test_a_kernel_that_a_forward_lacks_is_an_environment_fault(random_target):
