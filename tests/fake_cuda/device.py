@@ -3,8 +3,8 @@ without numbers.
 
 Within `fake_cuda` tensors on "cuda:0" to "cuda:7" are those of torch's FakeTensorMode, so a model
 of any size costs nothing. Operators on tensors of two devices raise; what the host waits for, and
-what is copied between devices, is recorded (observer.py). Backward runs (backward.py); peak memory
-is in ledger.py.
+what is copied between devices, is recorded (observer.py). Peak memory is in ledger.py. There is no
+backward.
 
 There are no kernels, graphs, streams or generators. `torch.cuda.is_available()` stays False.
 """
@@ -20,10 +20,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tests.fake_cuda.backward import run_backward, saved_tensors_freed
 from tests.fake_cuda.observer import Observer
 
 GUARD = "guard.so"
@@ -66,17 +65,15 @@ def fake_cuda(directory):
     observer = Observer()
     patches = [
         mock.patch.object(FakeTensor, "tolist", lambda tensor: observer.fetched(tensor)),
-        mock.patch.object(Tensor, "backward", run_backward),
         mock.patch.object(nn.Module, "_apply", _apply),
         mock.patch.object(torch, "Generator", FakeGenerator),
         mock.patch.multiple(torch.cuda, **_stubs(observer)),
-        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         mock.patch("pipeline.decoding.decoder.graph_capture_for", lambda model: None),
         # Else transformers believes that it is traced: it would pass a full mask, and expand keys
         # and values.
         mock.patch("transformers.utils.import_utils.is_fake_tensor", lambda tensor: False),
     ]
-    modes = [saved_tensors_freed(), FakeTensorMode(allow_non_fake_inputs=True), observer]
+    modes = [FakeTensorMode(allow_non_fake_inputs=True), observer]
     with ExitStack() as stack:
         for each in (*patches, *modes):
             stack.enter_context(each)
