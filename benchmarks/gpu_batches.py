@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 
 from benchmarks.claims import Claim, Result, in_turns, ratio
 from benchmarks.deadline import Deadline
-from benchmarks.gpu_decoding import ACCURACY_KR, NUM_HEADS
+from benchmarks.gpu_decoding import NUM_HEADS, likely_tree
 from benchmarks.gpu_size import Size
 from pipeline.decoding.decoder import Decoder, plain_decoder
-from pipeline.decoding.tree import greedy_tree
 from pipeline.heads.kind import TargetWeights
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.shapes import MedusaShape
@@ -47,9 +46,7 @@ def measure_batches(model: PreTrainedModel, size: Size, ends: Deadline) -> Resul
                 continue
             decoders = {
                 "plain": plain_decoder(model, eos_token_ids=()),
-                "Medusa": Decoder(
-                    model, heads, greedy_tree(ACCURACY_KR, num_nodes), eos_token_ids=()
-                ),
+                "Medusa": Decoder(model, heads, likely_tree(num_nodes), eos_token_ids=()),
             }
             sides = {
                 name: _step(decoder, prompts, size.new_tokens) for name, decoder in decoders.items()

@@ -8,6 +8,7 @@ tenth to the bytes that a step reads, tied heads read the lm_head once more.
 
 from __future__ import annotations
 
+import heapq
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from benchmarks.deadline import Deadline
 from benchmarks.gpu_size import Size
 from pipeline.artifacts.json_form import to_json
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
-from pipeline.decoding.tree import greedy_tree
+from pipeline.decoding.tree import TreePath
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import ACCELERATED, PLAIN, Pace, check_speed
 from pipeline.heads.kind import TargetWeights
@@ -31,6 +32,19 @@ NUM_HEADS = 5
 # Typical accuracies of head k's i-th guess, only to shape the trees.
 ACCURACY_KR = [[0.6 * 0.8**k / (i + 1) ** 1.5 for i in range(10)] for k in range(NUM_HEADS)]
 AIM_NODES, AIMS = 64, {"untied": 1.15, "tied": 1.06}
+
+
+def likely_tree(num_nodes: int) -> tuple[TreePath, ...]:
+    """Return the tree of the `num_nodes` paths with the largest products of accuracies."""
+    chosen: list[TreePath] = []
+    frontier: list[tuple[float, TreePath]] = [(-1.0, ())]
+    while len(chosen) <= num_nodes:
+        negative, path = heapq.heappop(frontier)
+        chosen.append(path)
+        if len(path) < NUM_HEADS:
+            for rank, accuracy in enumerate(ACCURACY_KR[len(path)]):
+                heapq.heappush(frontier, (negative * accuracy, (*path, rank)))
+    return tuple(chosen[1:])  # without the root
 
 
 def measure_decoding(model: PreTrainedModel, size: Size, ends: Deadline) -> Result:
@@ -46,7 +60,7 @@ def measure_decoding(model: PreTrainedModel, size: Size, ends: Deadline) -> Resu
         2, text.vocab_size, (size.num_prompts, size.prompt_tokens), generator=generator
     ).tolist()
     reset_peak_memory(size.device)
-    trees = {num_nodes: greedy_tree(ACCURACY_KR, num_nodes) for num_nodes in size.tree_nodes}
+    trees = {num_nodes: likely_tree(num_nodes) for num_nodes in size.tree_nodes}
     decoders: dict[tuple[str, int], Decoder] = {("", 0): plain_decoder(model, eos_token_ids=())}
     lm_head_VD = lm_head_weight(model)
     for kind in AIMS:

@@ -4,26 +4,24 @@
     python examples/score_tree.py runs/demo my_tree.json
 
 The file holds a JSON list of paths: the path [0, 2] is the third guess of head 1 after the best
-guess of head 0. Each tree gets two expected acceleration rates. The column `product` multiplies the
-heads' accuracies, as if guesses were independent (paper 2.3.3). The column `replay` replays
-held-out text as greedy decoding would generate it.
+guess of head 0. The expected acceleration rate comes from a replay of held-out text, as greedy
+decoding would generate it.
 
 To use the tree, run again with calibrate.choices=my_tree.json.
 """
 
 import sys
 
-from pipeline import expected_acceleration_rate, load_tree, open_run
+from pipeline import load_tree, open_run
 
 
 def main(run_directory: str, tree_file: str) -> None:
     run = open_run(run_directory)
-    print(f"{'tree':<10} {'nodes':>5} {'product':>8} {'replay':>8}")
+    print(f"{'tree':<10} {'nodes':>5} {'rate':>8}")
     for name, tree in (("the run's", run.tree()), ("yours", load_tree(tree_file))):
         is_static = isinstance(tree, tuple)  # a dynamic tree has no paths
         nodes = len(tree) if is_static else tree.num_nodes
-        product = f"{expected_acceleration_rate(run.accuracies(), tree):.2f}" if is_static else "-"
-        print(f"{name:<10} {nodes:>5} {product:>8} {run.simulated_acceleration_rate(tree):>8.2f}")
+        print(f"{name:<10} {nodes:>5} {run.simulated_acceleration_rate(tree):>8.2f}")
 
 
 if __name__ == "__main__":

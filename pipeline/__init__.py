@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pipeline.decoding.acceptance import acceptance_rule
     from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
     from pipeline.decoding.dynamic_tree import DynamicTree
-    from pipeline.decoding.tree import expected_acceleration_rate
     from pipeline.errors import MedusaDistillError
 
 __all__ = [
@@ -43,7 +42,6 @@ __all__ = [
     "Target",
     "acceleration_rate",
     "acceptance_rule",
-    "expected_acceleration_rate",
     "load_config",
     "load_export",
     "load_heads",
@@ -61,7 +59,6 @@ _MODULES = (
     "pipeline.decoding.acceptance",
     "pipeline.decoding.decoder",
     "pipeline.decoding.dynamic_tree",
-    "pipeline.decoding.tree",
     "pipeline.api.models",
     "pipeline.api.runs",
 )

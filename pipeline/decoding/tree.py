@@ -1,4 +1,4 @@
-"""Static candidate trees: stock trees, searches by accuracy, validation and tensors.
+"""Static candidate trees: the authors' tree, validation and tensors.
 
 A path is a sequence of ranks, one per depth: (0, 2) is the third guess of head 1 after the best
 guess of head 0. A tree is a set of paths that contains every prefix of its members. Each path is a
@@ -14,10 +14,8 @@ path, the root included.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from math import prod
 
 import torch
 from torch import Tensor
@@ -53,40 +51,6 @@ def cartesian_tree(widths: Sequence[int]) -> tuple[TreePath, ...]:
     for depth in range(1, len(widths) + 1):
         paths += itertools.product(*map(range, widths[:depth]))
     return tuple(paths)
-
-
-def greedy_tree(
-    accuracy_KR: Sequence[Sequence[float]], num_nodes: int, max_depth: int | None = None
-) -> tuple[TreePath, ...]:
-    """Search the candidate tree of `num_nodes` nodes with the highest expected rate (paper 2.3.3).
-
-    The search repeatedly adds the child node with the largest product of accuracies a_k(i). No node
-    is more probable than its parent, so the result is optimal, and its first n nodes are the best
-    tree of n nodes. Guesses with accuracy 0 are left out, so there may be fewer nodes.
-    """
-    depth_limit = min(len(accuracy_KR), max_depth or len(accuracy_KR))
-    chosen: list[TreePath] = []
-    frontier: list[tuple[float, int, TreePath]] = [(-1.0, 0, ())]
-    while frontier and len(chosen) <= num_nodes:
-        negative, depth, path = heapq.heappop(frontier)
-        chosen.append(path)
-        if depth < depth_limit:
-            for rank, accuracy in enumerate(accuracy_KR[depth]):
-                if accuracy > 0:
-                    heapq.heappush(frontier, (negative * accuracy, depth + 1, (*path, rank)))
-    return tuple(chosen[1:])  # without the root
-
-
-def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: Choices) -> float:
-    """Compute the expected number of tokens per decoding step with a tree (paper 2.3.3).
-
-    It is 1 plus the sum of the nodes' probabilities. The probability of a node is the product of
-    the accuracies on its path.
-    """
-    rate = 1.0
-    for path in choices:
-        rate += prod(accuracy_KR[depth][rank] for depth, rank in enumerate(path))
-    return rate
 
 
 def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[TreePath, ...]:

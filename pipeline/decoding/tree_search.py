@@ -18,13 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.decoding.held_out import HeldOutRanks, Replay, replay
-from pipeline.decoding.tree import TreePath, greedy_tree
+from pipeline.decoding.tree import TreePath
 from pipeline.heads.accuracy import NO_LABEL
 
 SAME_SPEED = 0.05  # timing noise: relative difference between two timings of the same tree
 
 Choice = TypeVar("Choice", bound=Hashable)
-Trees = Mapping[str, tuple[TreePath, ...]]  # by the search that found them
 
 
 def rank_accuracies(
@@ -46,7 +45,8 @@ def joint_tree(
     The heads' errors are correlated, so the product of accuracies underrates paths whose first
     guess is right. The search repeatedly adds the child path that was right most often. No path is
     right more often than its parent, so the result is optimal, and its first n nodes are the best
-    tree of n nodes. Paths that were never right are left out, so there may be fewer nodes.
+    tree of n nodes. Paths that were never right are left out, so there may be fewer nodes. If none
+    was right, the tree is the best guess of the first head.
     """
     depth_limit = min(len(ranks.ranks_KN), max_depth or len(ranks.ranks_KN))
     chosen: list[TreePath] = []
@@ -62,64 +62,52 @@ def joint_tree(
             for rank in np.flatnonzero(counts).tolist():
                 entry = (-int(counts[rank]), depth + 1, (*path, rank), places[ranks_N == rank])
                 heapq.heappush(frontier, entry)
-    return tuple(chosen[1:])  # without the root
-
-
-def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int) -> Trees:
-    """Search candidate trees with `greedy_tree`, as "product", and with `joint_tree`, as "joint".
-
-    Both trees have 1 to `num_nodes` nodes. If a search finds no node, its tree is the best guess of
-    the first head.
-    """
-    product = greedy_tree(rank_accuracies(*ranks.guess_hits(top)), num_nodes, max_depth)
-    joint = joint_tree(ranks, num_nodes, max_depth)
-    return {"product": product or ((0,),), "joint": joint or ((0,),)}
+    return tuple(chosen[1:]) or ((0,),)  # without the root
 
 
 class CrossFit:
-    """Trees searched on all held-out text, with rates cross-validated on its two halves.
+    """The tree searched on all held-out text, with rates cross-validated on its two halves.
 
-    Trees are also searched on each half of the conversations and replayed on the other half. They
-    are cut at the depth of the tree of all text, so that a step accepts no more tokens than it
-    could with that tree.
+    A tree is also searched on each half of the conversations and replayed on the other half. It is
+    cut at the depth of the tree of all text, so that a step accepts no more tokens than it could
+    with that tree.
     """
 
-    def __init__(self, ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int):
+    def __init__(self, ranks: HeldOutRanks, num_nodes: int, max_depth: int | None):
         self.ranks = ranks
-        self.whole: Trees = search_trees(ranks, num_nodes, max_depth, top)
+        self.whole = joint_tree(ranks, num_nodes, max_depth)
         self._halves = ranks.conversation_halves()
-        self._searched = [search_trees(half, num_nodes, max_depth, top) for half in self._halves]
+        self._searched = [joint_tree(half, num_nodes, max_depth) for half in self._halves]
 
-    def replay(self, search: str, size: int) -> Replay:
+    def replay(self, size: int) -> Replay:
         """Replay decoding of each half with the tree found on the other half; join the replays.
 
-        `search` is "product" or "joint"; the trees have at most `size` nodes.
+        The trees have at most `size` nodes.
         """
         first, second = self._halves
-        through_second = replay(second, self.half_tree(0, search, size))
-        return through_second + replay(first, self.half_tree(1, search, size))
+        return replay(second, self.half_tree(0, size)) + replay(first, self.half_tree(1, size))
 
-    def half_tree(self, half: int, search: str, size: int) -> tuple[TreePath, ...]:
-        """Return the tree that the search found on one half (0 or 1), to replay on the other.
+    def half_tree(self, half: int, size: int) -> tuple[TreePath, ...]:
+        """Return the tree that was searched on one half (0 or 1), to replay on the other.
 
         It has at most `size` nodes, and is cut at the depth of the tree of all text.
         """
-        depth = max(map(len, self.whole[search][:size]))
-        return tuple(path for path in self._searched[half][search][:size] if len(path) <= depth)
+        depth = max(map(len, self.whole[:size]))
+        return tuple(path for path in self._searched[half][:size] if len(path) <= depth)
 
-    def node_shares(self, search: str, size: int) -> list[float]:
+    def node_shares(self, size: int) -> list[float]:
         """Estimate the share of decoding steps that accept each node of the tree of all text.
 
-        The tree is the first `size` nodes of a search. The expected rate is 1 plus the sum of the
-        shares. At each depth, the shares in a replay of all text are scaled so that their sum is
-        the cross-validated share of steps that reach this depth.
+        The tree has at most `size` nodes. The expected rate is 1 plus the sum of the shares. At
+        each depth, the shares in a replay of all text are scaled so that their sum is the
+        cross-validated share of steps that reach this depth.
         """
-        choices = self.whole[search][:size]
+        choices = self.whole[:size]
         own = replay(self.ranks, choices).node_shares(self.ranks, choices)
         depths = [len(path) for path in choices]
         sums = np.bincount(depths, own)
         counts = np.bincount(depths)
-        expected = self.replay(search, size).depth_shares()
+        expected = self.replay(size).depth_shares()
         expected += [0.0] * (max(depths) - len(expected))
         shares = []
         for depth, share in zip(depths, own, strict=True):

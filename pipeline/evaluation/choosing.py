@@ -30,13 +30,11 @@ class ChosenTree:
     describe a static tree of the same size.
 
     Attributes:
-        source: The search that found the tree, or `calibrate.choices`.
         node_shares: The share of steps that accept each node of `choices`.
         replayed: The steps of decoding held-out text with the tree.
         sizes: The figures of each size whose overhead was measured; None for a given tree.
     """
 
-    source: str
     choices: tuple[TreePath, ...]
     node_shares: list[float]
     replayed: Replay
@@ -65,34 +63,31 @@ class ChosenTree:
 def given_tree(ranks: HeldOutRanks, choices: tuple[TreePath, ...]) -> ChosenTree:
     """Evaluate the tree of `calibrate.choices` by a replay of all held-out text."""
     replayed = replay(ranks, choices)
-    return ChosenTree("calibrate.choices", choices, replayed.node_shares(ranks, choices), replayed)
+    return ChosenTree(choices, replayed.node_shares(ranks, choices), replayed)
 
 
 def best_tree(fits: CrossFit, num_nodes: int | None, overheads: Overheads) -> ChosenTree:
-    """Return the best searched static tree of `num_nodes` nodes, or the fastest one of any size.
+    """Return the searched static tree of `num_nodes` nodes, or the fastest one of any size.
 
-    Trees of a given size are compared by their replayed rate; a search may have found fewer nodes.
-    Without a size, the trees of every search are compared by rate and overhead at every measured
-    size (see `fastest_choice`).
+    The search may have found fewer nodes. Without a size, all measured sizes are compared by rate
+    and overhead (see `fastest_choice`).
     """
-    compared = overheads if num_nodes is None else {num_nodes: 1.0}
-    costs: dict[tuple[str, int], float] = {}
-    for name, tree in fits.whole.items():
-        # Overheads jump between sizes, so they are not interpolated: a smaller tree has the
-        # overhead of the next larger size.
-        for size, cost in sorted(compared.items()):
-            costs.setdefault((name, min(size, len(tree))), cost)
-    rates = {choice: fits.replay(*choice).acceleration_rate for choice in costs}
-    source, size = fastest_choice(rates, costs)
+    # Overheads jump between sizes, so they are not interpolated: a smaller tree has the overhead of
+    # the next larger size.
     timed: dict[int, float] = {}
     for each, cost in sorted(overheads.items()):
-        timed.setdefault(min(each, len(fits.whole[source])), cost)
+        timed.setdefault(min(each, len(fits.whole)), cost)
+    replays = {each: fits.replay(each) for each in timed}
+    if num_nodes is None:
+        rates = {each: found.acceleration_rate for each, found in replays.items()}
+        size = fastest_choice(rates, timed)
+    else:
+        size = min(num_nodes, len(fits.whole))
     return ChosenTree(
-        source,
-        fits.whole[source][:size],
-        fits.node_shares(source, size),
-        fits.replay(source, size),
-        sizes=_timed_sizes({each: fits.replay(source, each) for each in timed}, timed),
+        fits.whole[:size],
+        fits.node_shares(size),
+        fits.replay(size),
+        sizes=_timed_sizes(replays, timed),
     )
 
 
@@ -189,15 +184,14 @@ def expected_on_new(text: HeldOutRanks, replayed: Replay) -> NewAnswers:
 def timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
     """Return the trees whose overhead is measured, by number of nodes.
 
-    The numbers are `MEASURED_SIZES`. Static trees are the first nodes of the largest searched tree;
+    The numbers are `MEASURED_SIZES`. Static trees are the first nodes of the searched tree;
     if that has fewer nodes than a size, the whole tree is measured instead. Dynamic trees have at
     most as many nodes as the heads propose.
     """
-    largest = max(fits.whole.values(), key=len)
     trees: dict[int, Choices | DynamicTree] = {}
     for size in MEASURED_SIZES:
         if dynamic is None:
-            tree = largest[:size]
+            tree = fits.whole[:size]
             trees[len(tree)] = tree
         elif size <= dynamic.num_proposed:
             trees[size] = dynamic.resized(size)

@@ -3,11 +3,10 @@
 The heads are measured on the `calibrate` split. If training tuned the backbone, the states come
 from `tuned-features`.
 
-Static trees are searched by products of accuracies (paper 2.3.3) and by the frequency of whole
-paths. To estimate the acceleration rate and its standard error, the trees searched on each half of
-the conversations are replayed on the other half. The search with the higher rate is chosen, and its
-tree on all rows is used. A dynamic tree (`calibrate.tree`) is not searched; one pass over held-out
-positions gives the rate of every size. `calibrate.choices` gives a tree instead.
+Static trees are searched by how often whole paths are right. To estimate the acceleration rate and
+its standard error, the trees searched on each half of the conversations are replayed on the other
+half. The tree searched on all rows is used. A dynamic tree (`calibrate.tree`) is not searched; one
+pass over held-out positions gives the rate of every size. `calibrate.choices` gives a tree instead.
 
 The overheads of several tree sizes are measured on this device. With `calibrate.nodes: auto` the
 size with the highest speedup is chosen; among sizes within 5 % of it, the highest speedup times
@@ -119,7 +118,6 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     figures = TreeFigures(
         nodes=tree.num_nodes,
         depth=tree.depth,
-        source=tree.source,
         tokens_by_depth=tree.tokens_by_depth(),
         dynamic=tree.dynamic,
         sizes=tree.sizes or None,
@@ -159,7 +157,7 @@ def _choose_tree(
         return given_tree(ranks, resolved.choices), {}
     num_nodes = None if settings.nodes == "auto" else settings.nodes
     largest = max(num_nodes or 0, MEASURED_SIZES[-1])
-    fits = CrossFit(ranks, largest, settings.depth, settings.top)
+    fits = CrossFit(ranks, largest, settings.depth)
     tree_overheads, chain_overheads = _native_overheads(context, fits, progress)
     if resolved.dynamic_tree is None or places is None:
         return best_tree(fits, num_nodes, tree_overheads), chain_overheads

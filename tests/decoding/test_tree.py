@@ -3,51 +3,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from itertools import combinations, product
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pipeline.decoding.tree import (
     Tree,
     check_choices,
-    expected_acceleration_rate,
-    greedy_tree,
     stock_tree,
 )
 from pipeline.errors import ConfigError
 from tests.decoding.steps import random_trees
 
 quick = settings(deadline=None, max_examples=40)
-
-
-def accuracies(num_ranks: int, least: int = 1, most: int = 3):
-    ranks = st.lists(st.floats(0, 1), min_size=num_ranks, max_size=num_ranks)
-    return st.lists(ranks, min_size=least, max_size=most)
-
-
-def is_tree(paths) -> bool:
-    return all(path[:-1] == () or path[:-1] in paths for path in paths)
-
-
-@quick
-@given(accuracies(2), st.integers(1, 4), st.integers(1, 3))
-def test_no_tree_within_the_limits_is_expected_to_be_faster(accuracy, num_nodes, max_depth):
-    deepest = min(max_depth, len(accuracy))
-    paths = [path for depth in range(1, deepest + 1) for path in product(range(2), repeat=depth)]
-    rates = []
-    for chosen in combinations(paths, min(num_nodes, len(paths))):
-        if is_tree(chosen):
-            rates.append(expected_acceleration_rate(accuracy, chosen))
-    found = greedy_tree(accuracy, num_nodes, max_depth)
-    assert is_tree(found) and len(set(found)) == len(found) <= num_nodes
-    assert max(map(len, found), default=0) <= deepest
-    assert expected_acceleration_rate(accuracy, found) == pytest.approx(max(rates))
-
-
-def test_guesses_that_are_never_right_are_left_out():
-    assert greedy_tree([[0.5, 0.0], [0.0, 0.0]], 10) == ((0,),)
 
 
 @pytest.mark.parametrize(

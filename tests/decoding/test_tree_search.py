@@ -15,7 +15,6 @@ from pipeline.decoding.tree_search import (
     fastest_choice,
     joint_tree,
     rank_accuracies,
-    search_trees,
 )
 from pipeline.heads.accuracy import MISS
 from tests.decoding.ranks import held_out, ranks_of
@@ -41,20 +40,18 @@ def test_no_tree_of_the_size_is_right_more_often(ranks, num_nodes):
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    ranks=held_out(least=2), size=st.integers(1, 9), search=st.sampled_from(["product", "joint"])
-)
-def test_each_half_is_replayed_with_the_other_half_s_tree(ranks, size, search):
-    fits = CrossFit(ranks, 9, None, 3)
-    choices = fits.whole[search][:size]
-    assert choices == search_trees(ranks, 9, None, 3)[search][:size]
+@given(ranks=held_out(least=2), size=st.integers(1, 9))
+def test_each_half_is_replayed_with_the_other_half_s_tree(ranks, size):
+    fits = CrossFit(ranks, 9, None)
+    choices = fits.whole[:size]
+    assert choices == joint_tree(ranks, 9)[:size]
     depth, kept = max(map(len, choices)), []
     for searched_on, judged_on in (ranks.conversation_halves(), ranks.conversation_halves()[::-1]):
-        tree = search_trees(searched_on, 9, None, 3)[search][:size]
+        tree = joint_tree(searched_on, 9)[:size]
         kept += replay(judged_on, [path for path in tree if len(path) <= depth]).kept_S.tolist()
     rate = 1 + sum(kept) / len(kept)
-    assert fits.replay(search, size).acceleration_rate == pytest.approx(rate)
-    shares = fits.node_shares(search, size)
+    assert fits.replay(size).acceleration_rate == pytest.approx(rate)
+    shares = fits.node_shares(size)
     assert len(shares) == len(choices) and 1 + sum(shares) == pytest.approx(rate)
     assert all(0 <= share <= 1 + 1e-9 for share in shares)
 
@@ -81,7 +78,7 @@ def test_a_choice_with_unknown_overhead_is_the_last():
 
 def test_a_head_that_is_never_right_still_gets_a_tree():
     ranks = ranks_of(np.full((2, 6), MISS, np.uint8), np.array([0, 3]))
-    assert search_trees(ranks, 8, None, 5) == {"product": ((0,),), "joint": ((0,),)}
+    assert joint_tree(ranks, 8) == ((0,),)
 
 
 def test_rank_accuracies_are_shares_of_single_guesses():
