@@ -144,14 +144,6 @@ class SeedsConfig(Section):
         gt=0,
         lt=1,
     )
-    near_duplicates: Literal["keep", "quarantine"] = Field(
-        "keep",
-        description=(
-            "Near-duplicates of an earlier prompt. keep: keep them; quarantine: quarantine prompts"
-            " that differ only in case, punctuation and white space. Exact duplicates are always"
-            " quarantined."
-        ),
-    )
     decontaminate: bool = Field(
         True,
         description=(

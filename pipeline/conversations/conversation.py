@@ -6,7 +6,7 @@ caller turns the exception into a `RejectedRow`.
 
 from __future__ import annotations
 
-import math
+import json
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
@@ -177,25 +177,20 @@ def escape_surrogates(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def storable_json(value: Any, depth: int = 32) -> Any:
+def storable_json(value: Any) -> Any:
     """Convert a value, such as a rejected row, to one that JSON in UTF-8 can hold.
 
-    Lists and dicts that are nested deeper than `depth` levels become `…`. A value that JSON does
-    not have becomes `a TYPE`, and a number that is not finite becomes text.
+    A value that JSON does not have becomes `a TYPE`, a number that is not finite becomes text, and
+    a value that is nested too deeply becomes `…`.
     """
-    if isinstance(value, str):
-        return escape_surrogates(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, dict | list | tuple) and depth == 0:
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=_type_name, skipkeys=True)
+        encoded = text.encode("utf-8", "xmlcharrefreplace")  # lone surrogates as `&#56320;`
+        return json.loads(encoded, parse_constant=str)
+    except RecursionError:
         return "…"
-    if isinstance(value, dict):
-        return {
-            escape_surrogates(str(key)): storable_json(item, depth - 1)
-            for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [storable_json(item, depth - 1) for item in value]
-    return f"a {type(value).__name__}"  # in Hub data sets: an image, a date
+
+
+def _type_name(value: object) -> str:
+    """Return `a TYPE` for a value of a Hub data set, such as an image or a date."""
+    return f"a {type(value).__name__}"

@@ -9,7 +9,6 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 from pipeline.conversations.conversation import (
     Conversation,
@@ -21,7 +20,6 @@ from pipeline.conversations.conversation import (
 )
 from pipeline.conversations.row_builder import GeneratedRow
 
-Nearness = Literal["keep", "quarantine"]
 Words = tuple[str, ...]
 TokenIds = tuple[str, tuple[tuple[int, ...], ...]]  # a seed's id, and the token ids of its rows
 
@@ -41,13 +39,10 @@ class Deduplicator:
 
     Args:
         mode, rounds: The messages that generation reads, see `Conversation.read_by`.
-        near: Whether conversations that differ only in case, punctuation and white space are
-            duplicates too (quarantine) or not (keep).
     """
 
     mode: Mode
     rounds: int | None = None
-    near: Nearness = "keep"
 
     def __post_init__(self) -> None:
         self._first_seen: dict[bytes, str] = {}
@@ -59,10 +54,7 @@ class Deduplicator:
         """
         texts = []
         for message in conversation.read_by(self.mode, self.rounds):
-            content = message.content
-            if self.near != "keep":
-                content = normalize_text(content)
-            texts.append((message.role, content, message.tool_calls))
+            texts.append((message.role, message.content, message.tool_calls))
         digest = hashlib.sha256(json.dumps([texts, conversation.tools]).encode()).digest()
         first = self._first_seen.setdefault(digest, conversation.id)
         if first != conversation.id:

@@ -24,9 +24,9 @@ def seed_rows(config: Config, readers: Sequence[SourceReader]) -> Iterator[Row]:
 
     Unusable rows, duplicates, and rows with a question of the check are rejected.
     """
-    settings, questions = config.seeds, check_questions(config)
+    questions = check_questions(config)
     decontamination = CheckQuestions(read_questions(questions) if questions else ())
-    deduplicator = Deduplicator(**read_settings(config.generate), near=settings.near_duplicates)
+    deduplicator = Deduplicator(**read_settings(config.generate))
 
     for row in itertools.chain.from_iterable(readers):
         for each in (decontamination, deduplicator):

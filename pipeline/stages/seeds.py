@@ -56,7 +56,6 @@ def identity(context: Context) -> Identity:
         **rows,
         "rows_per_shard": settings.rows_per_shard,
         "holdout": settings.holdout,
-        "near_duplicates": settings.near_duplicates,
         "questions": _questions_identity(context, readers, rows),
         "read_by": read_settings(context.config.generate),
     }

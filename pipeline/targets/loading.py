@@ -179,8 +179,6 @@ def load_causal_lm(
         # zeros and the scales of a KV cache.
         report["unexpected_keys"] = ()
     _require_all_tensors(spec, report)
-    if not on_gpu:
-        _avoid_packed_cpu_kernel(model)
     return model.eval().requires_grad_(False)
 
 
@@ -238,18 +236,6 @@ def _bitsandbytes(spec: TargetSpec) -> BitsAndBytesConfig:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=spec.torch_dtype,
     )
-
-
-def _avoid_packed_cpu_kernel(model: PreTrainedModel) -> None:
-    """Disable bitsandbytes' packed CPU kernel for 4-bit layers that the kernel does not support.
-
-    The kernel would raise for a layer whose row length is no multiple of the block size. Such a
-    layer is dequantized and multiplied instead, as on a CPU without the kernel.
-    """
-    for layer in model.modules():
-        state = getattr(getattr(layer, "weight", None), "quant_state", None)
-        if state is not None and state.shape[1] % state.blocksize:
-            layer.support_avx512bf16_for_cpu = False
 
 
 def lm_head_weight(model: PreTrainedModel) -> torch.Tensor:

@@ -79,13 +79,12 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> None:
+def require_tunable(spec: TargetSpec, *, sharded: bool = False) -> None:
     """Check that LoRA can tune the target, without loading its weights.
 
     Raises:
         ConfigError: The target is quantized on disk, changes its logits after lm_head, has weights
-            that LoRA does not adapt, has a hidden size below the rank, or, if `sharded`, has no
-            layers to shard.
+            that LoRA does not adapt, or, if `sharded`, has no layers to shard.
     """
     from transformers import AutoModelForCausalLM
 
@@ -97,12 +96,6 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
             files.WHERE,
             "Name the target's original weights; train.backbone.quantization: 4bit trains on a"
             " quantized copy of them.",
-        )
-    if rank > text.hidden_size:
-        raise ConfigError(
-            f"A rank of {rank} is more than the hidden size, {text.hidden_size}.",
-            "train.backbone.lora_rank",
-            "Lower it: 32 is usual.",
         )
     for key in LOGIT_CHANGES:
         if getattr(text, key, None) not in (None, 1):

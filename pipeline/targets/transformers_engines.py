@@ -30,7 +30,6 @@ from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 
 MAX_BATCH_TOKENS = 65_536
 WINDOW_BATCHES = 16
-GPU_MULTIPLE = 8  # padded lengths on a GPU are multiples of it: fewer shapes, aligned rows
 WINDOW_BYTES = 2 * 1024**3  # of states, which a caller that needs rows in order may have to hold
 
 
@@ -79,11 +78,8 @@ class TransformersGenerationEngine:
     def step(self) -> list[Completion]:
         """Prefill queued requests, or decode one token for each row; return the finished texts.
 
-        If the GPU's memory runs out with several rows, halve `max_batch_tokens`, queue all rows
-        again from their start, and return no texts.
-
         Raises:
-            EnvironmentFault: A single request does not fit into the GPU's memory.
+            EnvironmentFault: The batch does not fit into the GPU's memory.
         """
         try:
             joining = []
@@ -93,19 +89,12 @@ class TransformersGenerationEngine:
                 return self._prefill(joining)
             return self._decode()
         except torch.cuda.OutOfMemoryError as error:
-            if len(self._rows) <= 1:
-                raise EnvironmentFault(
-                    "One conversation exceeds the GPU's memory.",
-                    "generate",
-                    "Lower target.max_tokens or generate.max_new_tokens, raise gpus_per_worker, or"
-                    " quantize the target.",
-                ) from error
-        # Seeded rows give the same text again.
-        self.max_batch_tokens //= 2
-        self._waiting.extendleft(row.request for row in reversed(self._rows))
-        self._clear_batch()
-        torch.cuda.empty_cache()
-        return []
+            raise EnvironmentFault(
+                f"A batch of {self.max_batch_tokens:,} tokens exceeds the GPU's memory.",
+                "generate",
+                "Lower max_batch_tokens in generate.engine_args or target.max_tokens, raise"
+                " gpus_per_worker, or quantize the target.",
+            ) from error
 
     def lengths(self) -> dict[str, int]:
         """Return the number of tokens so far of each row of the batch, by request id."""
@@ -150,7 +139,7 @@ class TransformersGenerationEngine:
     def _prefill(self, joining: list[_Row]) -> list[Completion]:
         """Prefill rows, add them to the batch, and sample a token each; return finished texts."""
         running = len(self._rows)
-        self._rows = self._rows + joining  # first: if memory runs out, `step` requeues these rows
+        self._rows = self._rows + joining
         prompts = [torch.tensor(row.request.prompt_ids) for row in joining]
         ids_BT = pad_sequence(prompts, batch_first=True, padding_side="left")
         is_prompt = [torch.ones_like(prompt_T) for prompt_T in prompts]
@@ -363,15 +352,9 @@ class TransformersFeatureEngine:
         On a GPU, the function returns before either is finished.
         """
         lengths = [len(ids) for ids in rows]
-        longest = max(lengths)
         on_gpu = self._device.type == "cuda"
-        if on_gpu:
-            rounded = -(-longest // GPU_MULTIPLE) * GPU_MULTIPLE
-            config = self.model.config.get_text_config()
-            context = getattr(config, "max_position_embeddings", longest)
-            longest = max(longest, min(rounded, context))
         # Pinned: otherwise this upload would make the host wait for the previous batch.
-        ids_BT = torch.zeros(len(rows), longest, dtype=torch.long, pin_memory=on_gpu)
+        ids_BT = torch.zeros(len(rows), max(lengths), dtype=torch.long, pin_memory=on_gpu)
         for row_T, ids in zip(ids_BT, rows, strict=True):
             row_T[: len(ids)] = torch.as_tensor(ids)
         ids_BT = ids_BT.to(self._device, non_blocking=True)

@@ -175,7 +175,7 @@ class HeadsAndBackbone(Method):
                 "Set it to false, since a quantized backbone is small, or"
                 " train.backbone.quantization to none.",
             )
-        require_tunable(target, settings.lora_rank, sharded=settings.shard)
+        require_tunable(target, sharded=settings.shard)
 
     def packages(self, config: Config) -> list[Package]:
         """Return the packages of Medusa-2 training: peft, and bitsandbytes if quantized."""

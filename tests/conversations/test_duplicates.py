@@ -36,26 +36,6 @@ def test_the_same_messages_are_a_duplicate_across_sources():
     assert (again.id, again.reason) == ("b:0", Reason.DUPLICATE) and "a:0" in again.detail
 
 
-SKY = "Why is the sky blue and the sun so red when the day comes to its end"
-
-
-@pytest.mark.parametrize(
-    ("near", "first", "second", "rejected"),
-    [
-        ("keep", SKY, SKY.upper() + "!", False),
-        ("quarantine", SKY, SKY.upper() + "!", True),
-        ("quarantine", SKY, SKY + " indeed", False),
-    ],
-)
-def test_nearness_decides_which_prompts_are_the_same(near, first, second, rejected):
-    seen = Deduplicator("replay", near=near)
-    earlier = asks(first, "a:0")
-    assert seen.check(earlier) is earlier
-    outcome = seen.check(asks(second, "a:1"))
-    assert isinstance(outcome, RejectedRow) == rejected
-    assert not rejected or (outcome.reason is Reason.DUPLICATE and "a:0" in outcome.detail)
-
-
 QUESTION = "Compose an engaging travel blog post about a recent trip to Hawaii"
 
 

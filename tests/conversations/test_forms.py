@@ -236,9 +236,9 @@ def test_a_rejected_row_is_storable_whatever_a_data_set_holds():
     deep = []
     for _ in range(5000):
         deep = [deep]
-    row = {"a\ud800": float("nan"), 3: datetime.date(2024, 1, 1), "deep": deep, "bytes": b"\xff"}
-    line = json.dumps(read(row).row, ensure_ascii=False, allow_nan=False).encode()
-    assert set(json.loads(line)) == {"a\\ud800", "3", "deep", "bytes"}
+    row = {"a\ud800": float("nan"), 3: datetime.date(2024, 1, 1), "bytes": b"\xff"}
+    assert read(row).row == {"a&#55296;": "NaN", "3": "a date", "bytes": "a bytes"}
+    assert read({"deep": deep}).row == "…"
 
 
 def test_the_configuration_names_what_the_forms_read():

@@ -43,7 +43,6 @@ REFUSED = [
     ({"check__draft_tokens": [2, 4], **VLLM}, "check.draft_tokens"),
     ({"check__engine_baselines": ["draft-model"]}, "check.assistant_model"),
     ({"target__quantization": "8bit", **VLLM}, "check.engines"),
-    ({"train__backbone__lora_rank": 65, **MEDUSA_2}, "train.backbone.lora_rank"),
     (SHARD_4BIT, "train.backbone.shard"),
     ({"placement__train": {"gpus_per_worker": 2}, **MEDUSA_2}, "gpus_per_worker"),
 ]

@@ -171,7 +171,7 @@ def test_every_row_of_a_dirty_file_is_accounted_for(made, tmp_path):
     refused = quarantined(stage)
     assert [row["id"] for row in refused] == [f"seeds:{i}" for i in range(4)]
     assert {row["id"] for row in stored(stage)} == {f"seeds:{i}" for i in range(4, 45)}
-    assert refused[3]["reason"] == "undecodable" and "\\ud83d" in refused[3]["row"]["prompt"]
+    assert refused[3]["reason"] == "undecodable" and "&#55357;" in refused[3]["row"]["prompt"]
     assert json.dumps(refused, ensure_ascii=False).encode()
     assert stage.summary["tool_rows"] == 1
     counts = [stage.summary[f"{split}_rows"] for split in ("train", "calibrate", "check")]
