@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.run import context as run_context
 from pipeline.stages import features, generate, seeds
-from pipeline.storage import fingerprint
 from pipeline.storage.receipts import read_receipt
 from tests.flows.tiny import (
     SHARDED,
@@ -118,19 +117,6 @@ def test_a_lost_record_is_read_from_the_whole_shards(copied_run, again, damaged)
     run = again()
     assert stages_run(run) == ["features"] and shards_made(run) == [("features", 3)] * damaged
     assert contents(run, "features") == before
-
-
-def test_a_copy_that_lost_its_times_is_read_only_once(copied_run, again, monkeypatch):
-    for path in copied_run.path.rglob("*"):
-        os.utime(path, follow_symlinks=False)
-    read, sha256_of = set(), fingerprint.sha256_of
-    monkeypatch.setattr(
-        fingerprint, "sha256_of", lambda path: read.add(path.name) or sha256_of(path)
-    )
-    assert stages_run(again()) == []
-    assert read >= {"00000.parquet", "heads.safetensors"}
-    read.clear()
-    assert stages_run(again()) == [] and not read
 
 
 def test_a_killed_writer_s_temporary_file_is_removed(copied_run, again):

@@ -13,9 +13,7 @@ from pipeline.artifacts.json_form import to_json
 from pipeline.decoding.decoder import Decoder, acceleration_rate
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import ConfigError
-from pipeline.report.plots import draw_plots
-from pipeline.run.reporting import drawing_data
-from tests.flows.tiny import latest, run_again, stages_run, token_rows
+from tests.flows.tiny import latest, token_rows
 
 CHANGES = {
     "medusa": ({}, "medusa_choices.json"),
@@ -62,29 +60,6 @@ def test_the_expected_rate_is_decoded_and_the_tree_exported(copied_run, again, k
             decoded.append(endless.generate(ids[: span.start], span.end - span.start))
             assert decoded[-1].token_ids == ids[span.start : span.end]
     assert acceleration_rate(decoded) == pytest.approx(expected, abs=1e-9)
-
-
-def test_the_size_is_chosen_by_what_dynamic_trees_cost(
-    copied_run, make_config, tmp_path, monkeypatch
-):
-    def costly(model, heads, trees, prompts, context, progress):
-        asked.append(trees)
-        return {size: 1.0 + 100 * (size > 3) for size in trees}
-
-    asked: list = []
-    monkeypatch.setattr("pipeline.evaluation.overhead.overhead_curve", costly)
-    config = make_config(
-        tmp_path, calibrate__tree="dynamic", calibrate__nodes="auto", calibrate__top=4
-    )
-    run = run_again(config, until="calibrate")
-    assert stages_run(run) == ["calibrate"]
-    trees, _ = asked  # the second are the chains
-    assert trees == {size: DynamicTree(size, 3, 4) for size in (1, 3, 7, 15, 31)}, "36 are proposed"
-    tree = latest(run, "calibrate").summary["tree"]
-    assert tree["nodes"] == tree["dynamic"]["num_nodes"] <= 3
-    rates = [size["expected_acceleration_rate"] for size in tree["sizes"]]
-    assert rates == sorted(rates) and len(rates) == 5
-    assert "tree" not in draw_plots(drawing_data(run)), "its paths are another tree's"
 
 
 def test_a_tree_of_one_s_own_does_not_grow(make_config, tmp_path):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 from pipeline.artifacts.check_result import (
     CheckResult,
@@ -105,22 +104,6 @@ def test_vllm_drafts_as_asked_and_has_to_accept(checked, finished_run, tmp_path,
     assert asked == [expected]
     refused = checked(export, "--draft-tokens", 4)
     assert refused.code == 2 and "propose 3 tokens ahead" in one_paragraph(refused.err)
-
-
-def test_an_eagle_container_made_by_hand_is_measured(checked, tiny_target, tmp_path):
-    """A cell that passes on its state: it guesses what the target's lm_head reads there."""
-    config = AutoConfig.from_pretrained(tiny_target, num_hidden_layers=1, intermediate_size=8)
-    config.save_pretrained(tmp_path)
-    shapes = {f"mlp.{name}_proj": (8, 64) for name in ("gate", "up")}
-    shapes |= {"mlp.down_proj": (64, 8), "self_attn.q_proj": (64, 64), "self_attn.o_proj": (64, 64)}
-    shapes |= {f"self_attn.{name}_proj": (32, 64) for name in ("k", "v")}
-    tensors = {f"layers.0.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
-    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(64)
-    tensors["fc.weight"] = torch.eye(64, 128).roll(64, 1).contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
-    ended = checked(tmp_path, "--draft-tokens", 2)
-    assert ended.code == 0, ended.err
-    assert "a recurrent cell in EAGLE-1's container" in ended.out and "6/6" in ended.out
 
 
 @pytest.mark.parametrize(

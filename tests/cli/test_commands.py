@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -11,13 +10,10 @@ import signal
 import subprocess
 import sys
 from importlib.metadata import version
-from itertools import accumulate
 
 import pytest
-from rich.console import Console
 
 from pipeline.config.running import LimitsConfig
-from pipeline.flow import run_flow
 from tests.cli.tables import line_of, one_paragraph, states
 from tests.flows.tiny import STAGES, latest, run_again, stored, write_lines
 
@@ -235,36 +231,6 @@ def test_a_changed_setting_counts_no_shard_that_was_made_before(command, copied_
     settings = (copied_run.path / "run.yaml").read_text()
     (copied_run.path / "run.yaml").write_text(settings.replace("nodes: 8", "nodes: 7"))
     assert states(command("status", copied_run.path).out)["calibrate"] == "stale"
-
-
-@pytest.fixture
-def progress_of(make_config, tmp_path, monkeypatch):
-    """A function that runs generate: its output, and the rows quarantined up to each shard."""
-    monkeypatch.setattr("pipeline.execution.progress.SECONDS_BETWEEN_LINES", 0)
-
-    def run() -> tuple[str, list[int]]:
-        refuses = {"generate__max_new_tokens": 48, "generate__on_truncated": "quarantine"}
-        config = make_config(tmp_path, **refuses, limits__max_quarantine_fraction=1)
-        console = Console(file=io.StringIO(), width=120, force_terminal=False)
-        run = run_flow(config, until="generate", executor="inline", console=console)
-        receipts = [receipt for _, receipt in sorted(latest(run, "generate").receipts().items())]
-        return console.file.getvalue(), list(accumulate(one.num_quarantined for one in receipts))
-
-    return run
-
-
-def test_progress_is_plain_lines_where_there_is_no_terminal(progress_of):
-    """The lines have conversations, shards and quarantined rows, which only grow."""
-    printed, committed = progress_of()
-    assert "\x1b" not in printed and "\r" not in printed
-    counts = []
-    for line in printed.splitlines():
-        if line.startswith("generate: "):
-            numbers = [re.search(rf"(\d+) {word}", line) for word in ("of 40", "of 4 sh", "quar")]
-            counts.append([int(match[1]) if match else 0 for match in numbers])
-    assert all(sorted(column) == list(column) for column in zip(*counts, strict=True))
-    assert any(0 < conversations < 10 for conversations, _, _ in counts), "not whole shards alone"
-    assert counts[-1] == [40, 4, committed[-1]] and committed[-1]
 
 
 def test_terminal_commands_in_rows_are_shown_and_not_obeyed(command, make_config, tmp_path):
