@@ -148,7 +148,7 @@ class TreeCache(Cache):
 
         It is rounded up, so that steps of similar length share a graph.
         """
-        return _round_up_slots(self.length + num_rows)
+        return round_up_slots(self.length + num_rows)
 
     @contextmanager
     def fixed_lengths(self, length_B: Tensor, num_rows: int, width: int) -> Iterator[None]:
@@ -203,7 +203,7 @@ class TreeCache(Cache):
         """Allocate one cache tensor per shape, dtype and device, and copy the first prompt."""
         self.allocation += 1
         wanted_slots, self._num_places = self._wanted
-        self.num_slots = _round_up_slots(wanted_slots)
+        self.num_slots = round_up_slots(wanted_slots)
         kinds = defaultdict(list)
         for layer in self.layers:
             for name in ("keys", "values"):
@@ -220,7 +220,7 @@ class TreeCache(Cache):
             self._stores.append(store)
 
 
-def _round_up_slots(num_slots: int) -> int:
+def round_up_slots(num_slots: int) -> int:
     """Round a number of KV cache slots up to a multiple of `_GRANULE`."""
     return -(-num_slots // _GRANULE) * _GRANULE
 

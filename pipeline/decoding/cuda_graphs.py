@@ -162,8 +162,8 @@ class CapturedSteps:
 
     def drop_texts(self, kept: Sequence[int]) -> None:
         """Drop finished texts from the decoded batch; keep the ascending indices `kept`."""
-        self._cache.drop_sequences(kept)
-        self.begin_decoding(self._steps.state.at(kept))
+        self._steps.drop_texts(kept)
+        self.begin_decoding(self._steps.state)
 
     def decode_step(
         self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None

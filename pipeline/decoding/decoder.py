@@ -2,12 +2,12 @@
 
 One step is one forward of the target over the token that it chose last (the root) and a tree of the
 heads' guesses, with an explicit mask and explicit positions; the longest accepted path is kept in
-the text and in the KV cache (paper 2.1.2, 2.3.1). The heads read one hidden state per step: the
-state at the last accepted token, after the final norm. Model code is not modified. Plain decoding
-is the same loop without a tree. On a GPU both use CUDA graphs (see cuda_graphs.py). The acceptance
-rule chooses every token, including the first one after the prefill. Up to rounding, greedy
-acceptance gives the text of greedy decoding, and rejection sampling gives the text of plain
-sampling with a generator in the same state.
+the text and in the KV cache (paper 2.1.2, 2.3.1). The heads read the state of the last accepted
+token after the final norm, or several layers' outputs at all accepted tokens. Model code is not
+modified. Plain decoding is the same loop without a tree. On a GPU both use CUDA graphs (see
+cuda_graphs.py). The acceptance rule chooses every token, including the first one after the prefill.
+Up to rounding, greedy acceptance gives the text of greedy decoding, and rejection sampling gives
+the text of plain sampling with a generator in the same state.
 
 Limits: attention must be sdpa or eager (other implementations take no custom mask), with rotary or
 learned positions. If the rotary frequencies depend on the length (dynamic NTK, longrope), a text
@@ -29,13 +29,14 @@ import torch
 from torch import Tensor
 
 from pipeline.decoding.acceptance import AcceptanceRule, Noise, greedy_acceptance
-from pipeline.decoding.cache import TreeCache
+from pipeline.decoding.cache import TreeCache, round_up_slots
 from pipeline.decoding.cuda_graphs import (
     CAPTURED_LENGTH,
     CapturedSteps,
     CudaGraphs,
     graph_capture_for,
 )
+from pipeline.decoding.drafter import Drafter
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.masks import TreeMasks, attention_windows
 from pipeline.decoding.steps import BatchState, Forward, TreeSteps, forward_with_states
@@ -167,7 +168,8 @@ class Decoder:
                 raise ValueError(f"a tree of depth {depth} is deeper than these heads can propose")
             check_heads_fit(model, heads)
         self._cache = TreeCache(config)
-        steps = TreeSteps(self.tree, heads, masks, self._cache, self.max_length)
+        self._drafter = Drafter(heads)
+        steps = TreeSteps(self.tree, self._drafter, masks, self._cache, self.max_length)
         graph_capture = graph_capture or graph_capture_for(model)
         self._steps = CapturedSteps(steps, graph_capture) if graph_capture else steps
 
@@ -265,13 +267,13 @@ class Decoder:
         those of `generate_batch`; errors are raised at the first item.
         """
         texts = self._begin_batch(prompts, max_new_tokens, rule, generators)
-        with forward_with_states(self.model) as forward:
+        with forward_with_states(self.model, self._drafter.row_layers) as forward:
             hidden = []
             tokens = []
             for prompt, text in zip(prompts, texts, strict=True):
-                hidden_1D, logits_1V = self._prefill(forward, prompt)
+                read_1TX, logits_1V = self._prefill(forward, prompt)
                 token_1 = rule.choose(logits_1V, text.noise.next_noise(1, logits_1V))
-                hidden.append(hidden_1D)
+                hidden.append(self._drafter.read_prompt(read_1TX, prompt, token_1))
                 tokens.append(token_1)
                 yield [(text.number, self._cut_at_end(text, token_1.tolist()))]
             self._steps.begin_decoding(BatchState(torch.cat(hidden), torch.cat(tokens)))
@@ -311,7 +313,9 @@ class Decoder:
             generator = generators[number] if rule.samples and generators else None
             texts.append(_Text(number, room, Noise(generator)))
             longest = max(longest, len(prompt) + room)
-        self._cache.begin_batch(longest + self._num_rows, len(prompts))
+        num_slots = round_up_slots(longest + self._num_rows)
+        self._cache.begin_batch(num_slots, len(prompts))
+        self._drafter.begin_batch(num_slots, len(prompts))
         return texts
 
     def _step_noise(self, texts: Sequence[_Text], logits_NV: Tensor) -> Tensor | None:
@@ -321,13 +325,16 @@ class Decoder:
         return torch.stack(drawn) if drawn else None
 
     def _prefill(self, forward: Forward, prompt_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Prefill one prompt into the KV cache; return its last state [1, D] and logits [1, V]."""
+        """Prefill one prompt into the KV cache; return what the heads read and logits [1, V].
+
+        The heads read all positions [1, T, X] of the prompt, or the last one [1, 1, D].
+        """
         ids_1T = torch.tensor([prompt_ids], device=self.device)
         positions_1T = torch.arange(len(prompt_ids), device=self.device)[None]
         self._cache.open_sequence()
-        hidden_11D, logits_11V = forward(ids_1T, positions_1T, None, self._cache, last_only=True)
+        read_1TX, logits_11V = forward(ids_1T, positions_1T, None, self._cache, last_only=True)
         self._cache.keep_prompt(len(prompt_ids))
-        return hidden_11D[:, 0], logits_11V[:, 0]
+        return read_1TX, logits_11V[:, 0]
 
     def _cut_at_end(self, text: _Text, ids: list[int]) -> list[int]:
         """Return a step's tokens up to the first end token and the text's length limit.

@@ -22,6 +22,7 @@ from torch import Tensor
 from pipeline.decoding.acceptance import AcceptanceRule, greedy_acceptance
 from pipeline.decoding.cache import TreeCache
 from pipeline.decoding.decoder import Decoder, check_takes_mask
+from pipeline.decoding.drafter import Drafter
 from pipeline.decoding.masks import TreeMasks, attention_windows
 from pipeline.decoding.retrieval import MAX_DEPTH, Retrieval
 from pipeline.decoding.steps import BatchState, TreeSteps
@@ -40,7 +41,7 @@ class DraftedSteps(TreeSteps):
     def __init__(
         self, drafter: Retrieval, root: Tree, masks: TreeMasks, cache: TreeCache, max_length: int
     ):
-        super().__init__(root, None, masks, cache, max_length)
+        super().__init__(root, Drafter(None), masks, cache, max_length)
         self._root = root
         self._drafter = drafter
 

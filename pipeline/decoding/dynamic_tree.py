@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pipeline.decoding.tree import Choices, TreePath, TreeRows, check_choices
 from pipeline.errors import ConfigError
+from pipeline.heads.draft_cache import DraftCache
 from pipeline.heads.kind import Heads
 
 NEVER = torch.iinfo(torch.int16).max  # the rank of a node that is not proposed
@@ -68,25 +69,30 @@ class DynamicTree:
         """Return a copy of this tree with `num_nodes` nodes, or all proposed ones if fewer."""
         return replace(self, num_nodes=min(num_nodes, self.num_proposed))
 
-    def grow(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> tuple[TreeRows, Tensor]:
+    def grow(
+        self, heads: Heads, hidden_BD: Tensor, token_B: Tensor, cache: DraftCache | None = None
+    ) -> tuple[TreeRows, Tensor]:
         """Build one dynamic tree per text; return the trees and the tokens [B, N] of their rows.
 
         The arguments are those of `propose`.
         """
-        proposed = self.propose(heads, hidden_BD, token_B.to(hidden_BD.device))
+        proposed = self.propose(heads, hidden_BD, token_B.to(hidden_BD.device), cache)
         proposed = Proposed(*(column.to(token_B.device) for column in proposed))
         best_BM = proposed.scores_BC.topk(self.num_nodes).indices
         chosen_BM = best_BM.sort(1).values  # parents were proposed before children
         tokens_BN = torch.cat((token_B[:, None], proposed.tokens_BC.gather(1, chosen_BM)), 1)
         return self._select_tree(chosen_BM, proposed), tokens_BN
 
-    def propose(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> Proposed:
+    def propose(
+        self, heads: Heads, hidden_BD: Tensor, token_B: Tensor, cache: DraftCache | None = None
+    ) -> Proposed:
         """Propose the C nodes from which each text's dynamic tree is selected.
 
         Args:
             heads: The draft heads.
-            hidden_BD: The hidden states from which the target predicted the roots.
+            hidden_BD: The root states of `Heads.advance`.
             token_B: The tokens of the roots.
+            cache: The heads' key/value cache, if they have one.
         """
         hidden_BPD = hidden_BD[:, None]
         tokens_BP = token_B[:, None]
@@ -95,7 +101,7 @@ class DynamicTree:
         levels = []
         num_before = 1  # the root
         for depth in range(self.max_depth):
-            hidden_BPD, logits_BPV = heads.expand(hidden_BPD, tokens_BP, depth)
+            hidden_BPD, logits_BPV = heads.expand(hidden_BPD, tokens_BP, depth, cache)
             rows_BPR, log_p_BPR = _best_guesses(logits_BPV, self.top)
             tokens_BM = heads.vocabulary.tokens_of_rows(rows_BPR).flatten(1)
             scores_BPR = scores_BP[..., None] + log_p_BPR.clamp(min=LEAST) - PREFER_PARENT

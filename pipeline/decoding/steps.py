@@ -21,11 +21,11 @@ from transformers import Cache
 
 from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.cache import TreeCache
+from pipeline.decoding.drafter import Drafter
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.masks import Masks, TreeMasks
 from pipeline.decoding.tree import Tree, TreeRows
-from pipeline.heads.kind import Heads
-from pipeline.targets.loading import input_device, lm_head_inputs
+from pipeline.targets.loading import input_device, layer_outputs, lm_head_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,15 +34,19 @@ if TYPE_CHECKING:
 
 
 class Forward:
-    """Forward pass of the target that returns the lm_head's inputs and the logits.
+    """Forward pass of the target that returns what the heads read, and the logits.
 
-    `seen` is the list to which the hook of `lm_head_inputs` appends.
+    The heads read the lm_head's inputs, or the outputs of several layers [B, T, X]. `seen` is the
+    list to which a hook appends them.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: GroupedRows, seen: list[Tensor]):
+    def __init__(
+        self, model: PreTrainedModel, attention: GroupedRows, seen: list[Tensor], reads_rows: bool
+    ):
         self._model = model
         self._attention = attention
         self._seen = seen
+        self._reads_rows = reads_rows
 
     def __call__(
         self,
@@ -53,9 +57,10 @@ class Forward:
         *,
         last_only: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Run a decoding forward; return hidden states [B, T, D] and logits [B, T, V].
+        """Run a decoding forward; return what the heads read [B, T, X] and the logits [B, T, V].
 
-        With `last_only`, return only the last position of each text: [B, 1, D] and [B, 1, V].
+        With `last_only`, return the logits of the last position of each text, [B, 1, V], and of the
+        lm_head's inputs that of the last position, [B, 1, D].
         """
         with self._attention.grouped():
             logits_BTV = self._model(
@@ -66,20 +71,25 @@ class Forward:
                 use_cache=True,
                 **last_logits(self._model, int(last_only)),
             ).logits
-        hidden_BTD = self._seen.pop()
-        if last_only:
-            return hidden_BTD[:, -1:], logits_BTV[:, -1:]
-        return hidden_BTD, logits_BTV
+        read_BTX = self._seen.pop()
+        if not last_only:
+            return read_BTX, logits_BTV
+        if not self._reads_rows:
+            read_BTX = read_BTX[:, -1:]
+        return read_BTX, logits_BTV[:, -1:]
 
 
 @contextmanager
-def forward_with_states(model: PreTrainedModel) -> Iterator[Forward]:
-    """Context manager: hook the target's lm_head and yield a `Forward` for decoding steps."""
+def forward_with_states(
+    model: PreTrainedModel, row_layers: Sequence[int] = ()
+) -> Iterator[Forward]:
+    """Context manager: hook the lm_head or layers, and yield a `Forward` for decoding steps."""
     # This import loads transformers' model code, which takes seconds.
     from pipeline.decoding.grouped_attention import GroupedRows
 
-    with lm_head_inputs(model) as seen:
-        yield Forward(model, GroupedRows(model), seen)
+    hooks = layer_outputs(model, row_layers) if row_layers else lm_head_inputs(model)
+    with hooks as seen:
+        yield Forward(model, GroupedRows(model), seen, bool(row_layers))
 
 
 @torch.inference_mode()
@@ -127,13 +137,13 @@ class TreeSteps:
     def __init__(
         self,
         tree: Tree | DynamicTree,
-        heads: Heads | None,
+        drafter: Drafter,
         masks: TreeMasks,
         cache: TreeCache,
         max_length: int,
     ):
         self.tree = tree
-        self.heads = heads
+        self.drafter = drafter
         self.masks = masks
         self.cache = cache
         self.max_length = max_length
@@ -145,6 +155,7 @@ class TreeSteps:
     def drop_texts(self, kept: Sequence[int]) -> None:
         """Drop finished texts from the decoded batch; keep the ascending indices `kept`."""
         self.cache.drop_sequences(kept)
+        self.drafter.keep(kept)
         self.state = self.state.at(kept)
 
     def decode_step(
@@ -174,13 +185,11 @@ class TreeSteps:
         hidden_BD, token_B = self.state
         if isinstance(self.tree, Tree) and not self.tree.num_nodes:
             return self.tree, token_B[:, None]
-        assert self.heads is not None
-        # A target over several GPUs returns its states on the last one.
-        return self.tree.grow(self.heads, hidden_BD.to(self.heads.device), token_B)
+        return self.drafter.grow(self.tree, hidden_BD, token_B)
 
     def accept_paths(
         self,
-        hidden_BND: Tensor,
+        read_BNX: Tensor,
         logits_BNV: Tensor,
         tokens_BN: Tensor,
         tree: TreeRows,
@@ -196,14 +205,17 @@ class TreeSteps:
             noise_BV = None if noise_BTV is None else noise_BTV[:, 0]
             token_B = rule.choose(logits_BNV[:, 0], noise_BV)
             found = torch.stack((torch.zeros_like(token_B), tokens_BN[:, 0], token_B), 1)
-            return BatchState(hidden_BND[:, 0], token_B), found
+            return BatchState(read_BNX[:, 0], token_B), found
         row_B, token_B = rule.accept(logits_BNV, tokens_BN, tree, noise_BTV)
         rows_BT = tree.path_to(row_B)
-        chosen_B11 = row_B[:, None, None].to(hidden_BND.device)
-        hidden_BD = hidden_BND.take_along_dim(chosen_B11, 1)[:, 0]
         self.cache.move_accepted_rows(rows_BT)
         depth_B1 = tree.depth_of(row_B)[:, None]
         path_BT = tokens_BN.gather(1, rows_BT)
+        # The token after each row: the next one of the path, and after the last row the new one.
+        next_BT = torch.cat((path_BT[:, 1:], token_B[:, None]), 1)
+        next_BT = next_BT.scatter(1, depth_B1, token_B[:, None])
+        read_BTX = read_BNX.take_along_dim(rows_BT[..., None].to(read_BNX.device), 1)
+        hidden_BD = self.drafter.read_paths(read_BTX, next_BT, depth_B1[:, 0] + 1)
         return BatchState(hidden_BD, token_B), torch.cat((depth_B1, path_BT, token_B[:, None]), 1)
 
     def read_tokens(self, found: Tensor) -> list[list[int]]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError
+from pipeline.heads.draft_cache import DraftCache
 from pipeline.heads.kind import Heads, Level
 
 TreePath = tuple[int, ...]
@@ -143,9 +144,12 @@ class Tree(TreeRows):
         self.guess = torch.tensor(guesses, dtype=torch.int64, device=device)
         self.levels = tuple(self._levels(device))
 
-    def grow(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> tuple[TreeRows, Tensor]:
+    def grow(
+        self, heads: Heads, hidden_BD: Tensor, token_B: Tensor, cache: DraftCache | None = None
+    ) -> tuple[TreeRows, Tensor]:
         """Return this static tree, and the tokens [B, N] of its rows: the root and the guesses."""
-        return self, torch.cat((token_B[:, None], heads.propose(hidden_BD, token_B, self)), 1)
+        guesses_BN = heads.propose(hidden_BD, token_B, self, cache)
+        return self, torch.cat((token_B[:, None], guesses_BN), 1)
 
     def _levels(self, device: torch.device | str) -> Iterator[Level]:
         """Yield the candidate tree's nodes level by level, from the root's children on."""
