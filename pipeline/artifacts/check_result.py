@@ -38,14 +38,13 @@ class Limits:
 class GreedyMatch:
     """Counts of greedy answers: all, equal to plain decoding's, and first differing at a tie.
 
-    `tokens` counts the tokens compared: those of each answer, up to its first difference. It is 0
-    in results that did not count them.
+    `tokens` counts the tokens compared: those of each answer, up to its first difference.
     """
 
     sequences: int
     identical: int
     ties: int  # whose first difference is a tie
-    tokens: int = 0
+    tokens: int
 
     @property
     def differing(self) -> int:

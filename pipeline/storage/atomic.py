@@ -11,7 +11,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -34,10 +33,6 @@ REFUSED_ERRORS = {
 }
 UMASK = os.umask(0)  # which can only be read by setting it
 os.umask(UMASK)
-RUST_NUMBER = re.compile(r"\(os error (\d+)\)")  # in errors of safetensors and tokenizers
-SHORT_WRITE = re.compile(  # errors of numpy and torch.save, which do not state the cause
-    r"\d+ requested and \d+ written|unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing"
-)
 NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 AGAIN = "run the same command again: it continues where it stopped."
 
@@ -193,35 +188,27 @@ def require_free_disk(path: Path, least_gb: float) -> None:
 
 
 def _disk_errno(error: BaseException) -> int | None:
-    """Return the errno of a full disk if a cause of the error has it, else the error's own.
+    """Return the errno of a full disk if an error in the chain of causes has it, else its own.
 
     It is None if there is neither.
     """
-    own = _own_errno(error)
-    cause = error.__cause__ or error.__context__
-    while cause and cause is not error and own not in FULL_ERRORS:
+    cause: BaseException | None = error
+    while cause:
         number = _own_errno(cause)
         if number in FULL_ERRORS:
             return number
         cause = cause.__cause__ or cause.__context__
-    return own
+    return _own_errno(error)
 
 
 def _own_errno(error: BaseException) -> int | None:
-    """Return an error's errno, or the errno that its message implies; None if there is neither.
-
-    The message of a short write implies a full disk.
-    """
+    """Return an error's errno, or the one whose text its message contains; None if neither."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    text = str(error)
-    match = RUST_NUMBER.search(text)
-    if match:
-        return int(match[1])
-    for number in (*FULL_ERRORS, *FAILED_ERRORS, errno.EROFS):
-        if os.strerror(number) in text:
+    for number in (*FULL_ERRORS, *FAILED_ERRORS):
+        if os.strerror(number) in str(error):
             return number
-    return errno.ENOSPC if SHORT_WRITE.search(text) else None
+    return None
 
 
 def write_json(path: Path, data: Any) -> None:

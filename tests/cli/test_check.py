@@ -84,7 +84,7 @@ def asked_of_vllm(monkeypatch, accepted: float) -> list[dict]:
 
     def served(request, progress):
         asked.append(dict(request.speculative_config))
-        match = GreedyMatch(6, 6, 0)
+        match = GreedyMatch(6, 6, 0, 500)
         rates = {"acceleration_rate": 1 + accepted, "accepted_per_position": [accepted]}
         speeds = {"tokens_per_second": 9.0, "baseline_tokens_per_second": 6.0}
         load = {"loads": [LoadRow(method="heads", requests=1, **speeds)]}

@@ -55,7 +55,7 @@ def test_runs_stand_side_by_side(command, sweep, finished_run):
 def compared_run(name: str, cpu: str, target: str, overhead: float) -> ComparedRun:
     native = {"acceleration_rate": 2.0, "standard_error": 0.1}
     native |= {"overhead": overhead, "speedup": 2.0 / overhead}
-    native["greedy_match"] = {"sequences": 8, "identical": 8, "ties": 0}
+    native["greedy_match"] = {"sequences": 8, "identical": 8, "ties": 0, "tokens": 2048}
     check = {"passed": target == "t", "failures": [], "native": native}
     report = from_json(Report, {"target": target, "hardware": {"cpu": cpu}, "check": check})
     return ComparedRun(name, report, {"train": {"lr": "auto"}}, questions="the same")

@@ -137,7 +137,7 @@ def test_the_chain_s_rate_is_expected_from_both_texts():
     )
     same_text = ChainRate(draft_tokens=2, acceleration_rate=1.9, standard_error=0.15)
     new = NewAnswers(answers=8, acceleration_rate=1.6)
-    plain = VllmFigures(acceleration_rate=1.85, greedy_match=GreedyMatch(2, 2, 0), new=new)
+    plain = VllmFigures(acceleration_rate=1.85, greedy_match=GreedyMatch(2, 2, 0, 500), new=new)
     assert with_expectations(plain, None, None) == plain
     found = with_expectations(plain, same_text, held_out)
     assert found.same_text_acceleration_rate == 1.9

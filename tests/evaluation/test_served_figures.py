@@ -8,7 +8,7 @@ from pipeline.evaluation.served_figures import load_rows_of_check, prompts_in_tu
 from pipeline.targets.vllm_decode import VLLMTexts
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 4}
-MATCH = GreedyMatch(3, 3, 0)
+MATCH = GreedyMatch(3, 3, 0, 500)
 
 
 def test_rates_are_of_all_prompts_and_by_category():

@@ -76,7 +76,7 @@ def test_seen_answers_are_not_in_the_rate_on_new_ones():
     """Two of ten answers are seen, and each has one step of 9 tokens."""
     trained = SimpleNamespace(answers=lambda: [[7]])
     request = SimpleNamespace(prompts=[Prompt(name, [1]) for name in "abcdefghij"], trained=trained)
-    figures = EngineFigures(acceleration_rate=3.0, greedy_match=GreedyMatch(10, 10, 0))
+    figures = EngineFigures(acceleration_rate=3.0, greedy_match=GreedyMatch(10, 10, 0, 500))
     found = with_new_answers(figures, request, [[7]] * 2 + [[8]] * 8, [[9]] * 2 + [[1, 2]] * 8)
     assert (found.seen_share, found.new.answers, found.new.acceleration_rate) == (0.2, 8, 1.5)
 

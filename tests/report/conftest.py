@@ -81,7 +81,7 @@ REPORT: dict[str, Any] = {
         "vllm": {
             "acceleration_rate": 1.713,
             "accepted_per_position": [0.5, 0.213],
-            "greedy_match": {"sequences": 32, "identical": 32, "ties": 0},
+            "greedy_match": {"sequences": 32, "identical": 32, "ties": 0, "tokens": 2048},
         },
     },
     "quarantine": {"seeds": {"duplicate": 12, "empty": 5}, "generate": {"degenerate-loop": 20}},

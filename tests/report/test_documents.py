@@ -89,7 +89,7 @@ def test_markdown_has_the_numbers_of_the_report(report, extras):
         ["tokens/s, with heads", "412", "-"],
         ["tokens/s, plain", "256", "-"],
         ["greedy identical", "31/32", "32/32"],
-        ["greedy ties", "1 of 2,048 tokens within 0.12", "0 of 0 tokens"],
+        ["greedy ties", "1 of 2,048 tokens within 0.12", "0 of 2,048 tokens"],
         ["prompts", "32", "-"],
         ["prompts skipped", "2", "-"],
         ["steps that keep 1, 2, … drafted tokens", "-", "50.0% 21.3%"],

@@ -62,7 +62,7 @@ def test_a_batch_of_unequal_answers_raises_no_false_alarm():
         one, many = simulated(seed)
         num_above += many.speedup > 1.1 * many.acceleration_rate
         assert not is_disturbed(one)
-        match = GreedyMatch(32, 32, 0)
+        match = GreedyMatch(32, 32, 0, 500)
         vllm = VllmFigures(
             acceleration_rate=many.acceleration_rate,
             speedup=many.speedup,

@@ -19,7 +19,7 @@ from pipeline.report.text_table import markdown_section
 from pipeline.report.warnings import report_warnings
 from pipeline.report.what_to_serve import serving_advice, what_to_serve_table
 
-EXACT = GreedyMatch(16, 16, 0)
+EXACT = GreedyMatch(16, 16, 0, 500)
 SERVE = "medusa-distill serve RUN_DIR"
 PLAIN_RANGE = [95, 105]
 
@@ -104,9 +104,9 @@ def test_within_the_repeats_the_simpler_method_is_named(rows, served):
 
 def test_a_method_with_another_text_is_not_served():
     rows = [row("heads", 8, 150, 149, 151), row("ngram", 8, 120, 119, 121)]
-    (line,) = lines_of(*rows, match=GreedyMatch(32, 31, 0))
+    (line,) = lines_of(*rows, match=GreedyMatch(32, 31, 0, 500))
     assert line.startswith("8 at a time: ngram, 1.20x plain")
-    (line,) = lines_of(*rows, match=GreedyMatch(32, 31, 1))
+    (line,) = lines_of(*rows, match=GreedyMatch(32, 31, 1, 500))
     assert line.startswith("8 at a time: heads, 1.50x plain"), "it differs at a tie"
 
 
@@ -148,7 +148,7 @@ def test_requests_out_of_time_do_not_count():
     ],
 )
 def test_few_prompts_or_seen_answers_want_another_check(prompts, seen, rough):
-    match = GreedyMatch(prompts, prompts, 0)
+    match = GreedyMatch(prompts, prompts, 0, 500)
     report = report_of(row("heads", 1, 150, 140, 160), match=match, seen_share=seen)
     *found, last = what_to_serve_table(report).points
     assert len(found) == len(rough) and last.startswith("1 request at a time: heads")

@@ -30,7 +30,7 @@ from tests.targets.quantized_copies import compressed
 
 MEASURING = "pipeline.evaluation.measuring"
 SERVED = VllmFigures(
-    acceleration_rate=1.5, accepted_per_position=[0.5], greedy_match=GreedyMatch(8, 8, 0)
+    acceleration_rate=1.5, accepted_per_position=[0.5], greedy_match=GreedyMatch(8, 8, 0, 500)
 )
 
 

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -35,11 +34,6 @@ LIMIT = 4096  # bytes of a file
 MANY = np.arange(2 * LIMIT)
 
 
-def pickle_into(path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(torch.from_numpy(MANY), file)
-
-
 WRITERS: dict[str, Callable[[Path], object]] = {
     "python": lambda path: path.write_bytes(bytes(2 * LIMIT)),
     "safetensors": lambda path: save_file({"a": torch.from_numpy(MANY)}, path),
@@ -47,12 +41,6 @@ WRITERS: dict[str, Callable[[Path], object]] = {
         WordLevel({str(i): i for i in range(LIMIT)}, unk_token="0")
     ).save(str(path)),
     "pyarrow": lambda path: pq.write_table(pa.table({"a": MANY}), path),
-    "numpy": lambda path: np.save(path, MANY),
-    "torch": lambda path: torch.save(torch.from_numpy(MANY), path),
-    "torch, an open file": pickle_into,
-    "torch, the older format": lambda path: torch.save(
-        torch.from_numpy(MANY), path, _use_new_zipfile_serialization=False
-    ),
 }
 
 
@@ -89,15 +77,11 @@ def test_every_library_s_file_size_error_is_a_full_disk(writer, tmp_path):
     assert ended == 0, said
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_is_recognised_by_text_and_cause(code, tmp_path):
-    text = f"Error while serializing: I/O error: {os.strerror(code)} (os error {code})"
-    behind = RuntimeError("The data set cannot be made.")
-    behind.__cause__ = OSError(code, os.strerror(code))
-    errors = [SafetensorError(text), RuntimeError(f"fd 3 failed with {os.strerror(code)}")]
-    for error in (*errors, OSError(text), behind):
-        with pytest.raises(EnvironmentFault, match="disk is full"), disk_errors(tmp_path):
-            raise error
+def test_a_full_disk_behind_another_error_is_recognised(tmp_path):
+    behind = RuntimeError("The file cannot be made.")
+    behind.__cause__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(EnvironmentFault, match="disk is full"), disk_errors(tmp_path):
+        raise behind
 
 
 def test_other_errors_pass_as_they_are(tmp_path):
