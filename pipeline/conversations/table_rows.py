@@ -119,15 +119,13 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
 def _json_value(value: Any, kind: pa.DataType) -> Any:
     """Convert a value of an Arrow column to the JSON value that it was made of.
 
-    A struct has every field of its column, so fields that are null are left out. A map becomes a
-    dict, and text of Arrow's JSON type is parsed.
+    A struct has every field of its column, so fields that are null are left out. Text of Arrow's
+    JSON type is parsed.
     """
     if value is None:
         return None
     if isinstance(kind, pa.JsonType):
         return json.loads(value)
-    if isinstance(kind, pa.MapType):
-        return {key: _json_value(item, kind.item_type) for key, item in value}
     if isinstance(kind, pa.StructType):
         fields = {name: item for name, item in value.items() if item is not None}
         return {name: _json_value(item, kind.field(name).type) for name, item in fields.items()}

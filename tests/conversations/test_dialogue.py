@@ -185,16 +185,6 @@ def test_an_answer_marked_not_to_learn_is_context_without_a_span(chatml, tokeniz
         assert dialogue.unlearned_answers == 1
 
 
-def test_a_row_without_an_answer_to_learn_is_rejected(chatml):
-    messages = tuple(replace(message, learned=False) for message in SEED.messages)
-    dialogue = Dialogue(
-        replace(SEED, messages=messages), chatml, replace(SETTINGS, mode="passthrough")
-    )
-    assert dialogue.next_request() is None and dialogue.unlearned_answers == 2
-    with pytest.raises(RowRejected, match="no answer to learn"):
-        dialogue.rows()
-
-
 def test_passthrough_is_cut_by_the_context_alone(chatml):
     short = {"mode": "passthrough", "sampling": Sampling(max_new_tokens=1)}
     whole = only_row(seed_dialogue(chatml, **short))

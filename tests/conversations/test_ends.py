@@ -134,26 +134,6 @@ def test_a_chat_goes_on_as_served_after_another_end(wordy, templates):
     assert chat.ask(QUESTIONS[1]) == (second, False)
 
 
-def test_self_talk_asks_as_served_after_another_end(wordy, templates):
-    settings = stopping_at(wordy, "</s>", mode="self-talk", rounds=2)
-    dialogue = Dialogue(SEED, ChatTemplate(wordy, templates["chatml"]), settings)
-    answered(dialogue, wordy, "One.</s>", "Why?<|im_end|>", "Two.<|im_end|>")
-    first, second = dialogue.rows()
-    assert written(first, wordy) == ["One.</s>"]
-    assert written(second, wordy) == ["Why?<|im_end|>", "Two.<|im_end|>"]
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hello?"},
-        {"role": "assistant", "content": "One."},
-        {"role": "user", "content": "Why?"},
-        {"role": "assistant", "content": "Two."},
-    ]
-    whole = wordy.apply_chat_template(
-        messages, chat_template=templates["chatml"], return_dict=False
-    )
-    assert second.input_ids == whole[: len(second.input_ids)]
-
-
 def test_a_template_s_end_that_nobody_states_stops_an_answer(wordy, templates):
     """Chat models trained from a base model may keep its generation_config."""
     template = ChatTemplate(wordy, templates["chatml"])

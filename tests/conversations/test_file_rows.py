@@ -182,29 +182,6 @@ def test_a_table_gives_the_functions_that_its_rows_were_made_of(kind, tmp_path):
     assert "zone" not in rows[0].tools and "null" in rows[0].tools
 
 
-def test_a_table_s_calls_maps_and_json_are_read_as_json(tmp_path):
-    """Hub data sets store values of mixed types as JSON text, of Arrow's type for it."""
-    arguments = pa.map_(pa.string(), pa.int64())
-    call = pa.struct([("name", pa.string()), ("arguments", arguments)])
-    part = pa.struct([("text", pa.string()), ("image", pa.string())])
-    turn = [("role", pa.string()), ("content", pa.list_(part)), ("tool_calls", pa.list_(call))]
-    turns = [
-        {"role": "user", "content": [{"text": "Sum?", "image": None}], "tool_calls": None},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"name": "add", "arguments": {"a": 1}}],
-        },
-        {"role": "tool", "content": [{"text": "1"}]},
-    ]
-    messages = pa.array([turns], pa.list_(pa.struct(turn)))
-    tools = pa.array(['[{"name": "add", "default": null}]'], pa.json_())
-    table = pa.table({"messages": messages, "tools": tools})
-    [row] = read(written(tmp_path / "a.parquet", table_file(table, "parquet")))
-    assert row.messages[1].tool_calls == '[{"name": "add", "arguments": {"a": 1}}]'
-    assert json.loads(row.tools)[0]["function"] == {"name": "add", "default": None}
-
-
 def broken_texts(*texts: bytes) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts, pa.binary()).buffers())
 
@@ -232,17 +209,3 @@ def test_offsets_beyond_the_file_s_memory_are_never_read(new, tmp_path):
         writer.write_batch(batch)
     with pytest.raises(DataError, match=r"a\.arrow"):
         read(path)
-
-
-def test_a_table_is_streamed_however_large_its_row_groups(tmp_path):
-    """Read one row group of 24 MB; columns that no form reads are not read at all."""
-    path = tmp_path / "a.parquet"
-    prompts = [f"{n} " + "x" * 1000 for n in range(12_000)]
-    many = pa.table({"prompt": prompts, "noise": [b"y" * 1000] * 12_000})
-    pq.write_table(many, path, row_group_size=12_000)
-    del many
-    before = most = pa.total_allocated_bytes()
-    for number, row in enumerate(SourceReader(SeedSource(path=path), "s")):
-        most = max(most, pa.total_allocated_bytes())
-        assert row.id == f"s:{number}"
-    assert number == 11_999 and most - before < 6e6

@@ -64,7 +64,6 @@ KIND = "system: Be kind. | user: Hello?"
             "user: Hello? | assistant: Hi.",
         ),
         ("turns", '{"turns": ["First?", "Second?"]}', "user: First? | user: Second?"),
-        ("alpaca", '{"instruction": "Translate."}', ASKED),
         ("alpaca", '{"instruction": "Translate.", "input": null, "output": null}', ASKED),
         (
             "alpaca",
@@ -77,14 +76,12 @@ KIND = "system: Be kind. | user: Hello?"
             "user: Hi? | assistant: Yes. | user: How? | assistant: So.",
         ),
         ("prompts", '"Translate."', ASKED),
-        ("prompts", '{"prompt": "Translate."}', ASKED),
         (
             "prompts",
             '{"prompt": [{"role": "user", "content": "Translate."}],'
             ' "completion": [{"role": "assistant", "content": "Bonjour."}]}',
             ANSWERED,
         ),
-        ("alpaca", '{"instruction": "Hello?", "system": "Be kind."}', KIND),
         (
             "messages",
             '{"messages": [{"role": "user", "content": "Hello?"}], "system_prompt": "Be kind."}',
@@ -170,8 +167,6 @@ def test_a_turn_may_be_marked_not_to_learn(mark):
     ("line", "reason"),
     [
         ('{"conversations": []}', Reason.EMPTY),
-        ('{"data": ["A?", "", "A?", "B."]}', Reason.EMPTY),
-        ('""', Reason.EMPTY),
         ('{"conversations": [{"from": "gpt", "value": "B."}]}', Reason.NO_USER_TURN),
         (
             '{"conversations": [{"from": "user", "value": "A?"}, {"from": "gpt", "value": "B."},'
@@ -184,12 +179,9 @@ def test_a_turn_may_be_marked_not_to_learn(mark):
             Reason.WRONG_ORDER,
         ),
         ('{"conversations": [{"from": "human", "value": 5}]}', Reason.NOT_TEXT),
-        ('{"prompt": 5}', Reason.NOT_TEXT),
-        ('{"instruction": "A?", "input": 7}', Reason.NOT_TEXT),
         ('{"instruction": "A?", "history": [["a"]]}', Reason.UNKNOWN_FORMAT),
         ('{"conversations": [{"from": "narrator", "value": "Once"}]}', Reason.UNKNOWN_FORMAT),
         ('{"conversations": "A?"}', Reason.BROKEN_JSON),
-        ('{"conversations": ["A?"]}', Reason.UNKNOWN_FORMAT),
         ('{"text": "Once upon a time"}', Reason.UNKNOWN_FORMAT),
         ('["A?"]', Reason.UNKNOWN_FORMAT),
         ('{"messages": [{"role": "user", "content": "A?"}]}', Reason.UNKNOWN_FORMAT),
@@ -212,17 +204,12 @@ def test_the_character_limit_is_exact():
     "line",
     [
         '"TEXT"',
-        '{"messages": [{"role": "user", "content": ["TEXT"]}]}',
         '{"data": ["A?"], "tools": [{"name": "TEXT"}]}',
         '{"messages": [{"role": "user", "content": "A?"}, {"role": "assistant", "tool_calls":'
-        ' [{"name": "TEXT"}]}, {"role": "tool", "content": "B."}]}',
-        '{"messages": [{"role": "user", "content": "A?"}, {"role": "assistant", "tool_calls":'
         ' [{"name": "f", "arguments": "{\\"x\\": \\"TEXT\\"}"}]}]}',
-        '{"messages": [{"role": "user", "content": "A?"}, {"role": "assistant", "tool_calls":'
-        ' [{"name": "f"}]}, {"role": "tool", "content": "TEXT"}]}',
         '{"id": "TEXT", "prompt": "A?", "tools": []}',
     ],
-    ids=range(7),
+    ids=range(4),
 )
 def test_half_a_surrogate_pair_is_undecodable_wherever_it_stands(line):
     assert isinstance(read(json.loads(line)), Conversation)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from pipeline.conversations.requests import TextStream, degenerate_loop
-from tests.conversations.scripted_target import ids_of
 from tests.flows.tiny import SPECIAL
 
 
@@ -36,12 +35,6 @@ def test_a_character_comes_with_the_token_that_completes_it(bytewise):
     assert pieces(bytewise, ids) == ["", "", "月", "", ""]
     ids = bytewise("dog月")["input_ids"][:-1]
     assert "".join(pieces(bytewise, ids)) == bytewise.decode(ids)
-
-
-def test_spaces_between_words_stay(tokenizers):
-    """This tokenizer drops the space before a text."""
-    ids = ids_of("the moon and the cat", tokenizers["legacy"])
-    assert "".join(pieces(tokenizers["legacy"], ids)) == "the moon and the cat"
 
 
 few_tokens = st.lists(st.integers(0, 3), min_size=1, max_size=20)

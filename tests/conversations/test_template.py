@@ -6,8 +6,6 @@ under test never sees the answers before they are "sampled" out of that referenc
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 
 from pipeline.conversations.conversation import Message, RowRejected
@@ -102,17 +100,8 @@ def test_headers_and_footers_give_the_ids_of_transformers(family, kind, tokenize
 
 
 def test_user_turns_ended_by_text_have_no_end_token(tokenizer, templates):
-    marked_later = templates["llama-2"].replace("' [/INST]'", "' [/INST]<|im_start|>'")
-    for template in (templates["llama-2"], templates["vicuna"], marked_later):
-        assert ChatTemplate(tokenizer, template).end_ids["user"] == ()
-
-
-def test_a_line_break_that_is_a_token_ends_no_turn(tokenizer, templates):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_tokens(["\n"])
-    broken_line = templates["chatml"].replace("'<|im_end|>'", "'\\n<|im_end|>'")
-    found = ChatTemplate(tokenizer, broken_line).end_ids["assistant"]
-    assert tokenizer.convert_ids_to_tokens(found) == ["<|im_end|>"]
+    for family in ("llama-2", "vicuna"):
+        assert ChatTemplate(tokenizer, templates[family]).end_ids["user"] == ()
 
 
 def test_a_recited_last_answer_ends_where_the_template_ends_others(tokenizer, templates):
@@ -136,21 +125,12 @@ def test_a_template_without_a_conversation_is_a_configuration_error(template, to
         ChatTemplate(tokenizer, template)
 
 
-@pytest.mark.parametrize(
-    ("sum_or_loop", "said"),
-    [
-        ("{{ 1 // 0 }}", "by zero"),
-        ("{{ 'a' * 10**15 }}", "MemoryError"),
-        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
-    ],
-)
-def test_a_template_that_raises_rejects_the_row_or_the_target(
-    sum_or_loop, said, tokenizer, templates
-):
-    with pytest.raises(ConfigError, match=said):
-        ChatTemplate(tokenizer, sum_or_loop)
-    at_one = "{% if messages[0].content == 'odd' %}" + sum_or_loop + "{% endif %}"
+def test_a_template_that_raises_rejects_the_row_or_the_target(tokenizer, templates):
+    endless = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
+    with pytest.raises(ConfigError, match="recursion"):
+        ChatTemplate(tokenizer, endless)
+    at_one = "{% if messages[0].content == 'odd' %}" + endless + "{% endif %}"
     template = ChatTemplate(tokenizer, at_one + templates["chatml"])
-    with pytest.raises(RowRejected, match=said):
+    with pytest.raises(RowRejected, match="recursion"):
         template.render([Message("user", "odd")], asks=True)
     assert template.render([Message("user", "even")], asks=True)

@@ -7,9 +7,7 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     GPT2Config,
-    GPTNeoXConfig,
     GraniteConfig,
-    HyperCLOVAXConfig,
     LlamaConfig,
     PhiConfig,
 )
@@ -28,8 +26,6 @@ from tests.targets.conftest import edit, without
 from tests.targets.hub_cache import COMMIT, cached_at_commit
 from tests.tiny_models import SIZES, tiny_llama, tiny_model
 
-SIZES_NEOX = {key: size for key, size in SIZES.items() if key != "num_key_value_heads"}
-
 
 @pytest.fixture
 def no_loading(monkeypatch):
@@ -42,9 +38,8 @@ def no_loading(monkeypatch):
         LlamaConfig(**SIZES),
         LlamaConfig(**SIZES, tie_word_embeddings=True),
         GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=1, n_positions=16),
-        GPTNeoXConfig(**SIZES_NEOX),
     ],
-    ids=["llama", "tied", "gpt2", "neox"],
+    ids=["llama", "tied", "gpt2"],
 )
 def test_matrices_are_read_without_loading_the_model(config, tmp_path, no_loading):
     model, spec = tiny_model(config), TargetSpec(str(tmp_path))
@@ -92,19 +87,12 @@ def test_matrices_are_read_from_a_bin_checkpoint(biased, tmp_path, no_loading):
     assert_read(TargetSpec(str(tmp_path)), biased)
 
 
-def test_a_target_with_ambiguous_files_is_loaded(biased, tmp_path, monkeypatch):
-    biased.save_pretrained(tmp_path)
-    monkeypatch.setattr(lm_head, "_weight_map", lambda _: {})
-    assert_read(TargetSpec(str(tmp_path)), biased)
-
-
 @pytest.mark.parametrize(
     "config",
     [
         Gemma2Config(**SIZES, head_dim=16, final_logit_softcapping=0.5),
         CohereConfig(**SIZES, logit_scale=0.25),
         GraniteConfig(**SIZES, logits_scaling=4.0),
-        HyperCLOVAXConfig(**SIZES, logits_scaling=4.0),
         PhiConfig(**SIZES),
     ],
     ids=lambda config: config.model_type,

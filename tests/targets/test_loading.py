@@ -174,7 +174,6 @@ def test_a_kernel_that_a_forward_lacks_is_an_environment_fault(random_target):
 @pytest.mark.parametrize(
     ("error", "format", "expected"),
     [
-        (torch.AcceleratorError("no kernel image is available"), None, EnvironmentFault),
         (ImportError("pip install bitsandbytes"), None, EnvironmentFault),
         (ValueError("FP8 is only supported on GPUs"), "fbgemm_fp8", EnvironmentFault),
         (ValueError("of the model's code"), None, ConfigError),

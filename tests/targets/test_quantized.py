@@ -57,7 +57,6 @@ def test_a_quantized_copy_computes_nearly_what_the_target_does(
             "bitsandbytes",
         ),
         ({"quant_method": "fbgemm_fp8"}, "native", EnvironmentFault, "fbgemm_fp8.*GPU"),
-        ({"quant_method": "ours"}, "native", EnvironmentFault, "ours"),
     ],
 )
 def test_an_unreadable_format_is_refused_with_the_reason(

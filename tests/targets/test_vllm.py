@@ -254,7 +254,6 @@ def test_a_server_starts_with_target_and_heads_of_an_export(counting_target, tmp
 # --- what cannot start
 
 
-@pytest.mark.parametrize("arguments", [{"num_wheels": 4}, {"dtype": "float13"}])
-def test_an_argument_that_vllm_refuses_is_a_configuration_error(random_target, arguments):
-    with pytest.raises(ConfigError, match=f"rejects an argument: .*{next(iter(arguments))}"):
-        VLLMGenerationEngine(random_target, arguments)
+def test_an_argument_that_vllm_refuses_is_a_configuration_error(random_target):
+    with pytest.raises(ConfigError, match=r"rejects an argument: .*dtype"):
+        VLLMGenerationEngine(random_target, {"dtype": "float13"})

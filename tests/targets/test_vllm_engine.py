@@ -61,7 +61,6 @@ def test_a_server_on_gpus_leaves_memory_to_vllm(random_target):
     ("settings", "on_cpu"),
     [
         ({"quant_method": "gptq", "bits": 4}, "bfloat16"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "bfloat16"),
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "float32"),
     ],
 )
