@@ -27,7 +27,7 @@ from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.export.layout import CARD_FILE, CONFIG_FILE, ExportLayout, read_layout
 from pipeline.export.weights import WEIGHT_SUFFIXES, WeightsFile, write_weights
-from pipeline.heads.kind import TOKEN_MAP, Heads, TargetWeights, is_finite
+from pipeline.heads.kind import DRAFT_VOCABULARY, Heads, TargetWeights, is_finite
 from pipeline.heads.shapes import require_shapes
 from pipeline.storage.atomic import atomic_directory, files_in
 from pipeline.targets.loading import lm_head_weight
@@ -129,7 +129,7 @@ def read_tree(directory: str | os.PathLike[str]) -> tuple[TreePath, ...] | Dynam
 def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
     """Convert the heads' tensors to the export's dtype, contiguous and on the CPU.
 
-    Integers keep their dtype. Names that share a tensor share the converted tensor too.
+    Only floats are converted. Names that share a tensor share the converted tensor too.
 
     Raises:
         DataError: A number is not finite.
@@ -184,6 +184,7 @@ def _open_weights(directory: Path, layout: ExportLayout) -> WeightsFile:
     expected = layout.kind.shapes(layout.shape, layout.stored)
     require_shapes(layout.shape, expected, weights.shapes, str(path))
     for name, dtype in weights.dtypes.items():
-        if dtype != ("int64" if name == TOKEN_MAP else layout.dtype):
-            raise DataError(f"The tensor {name} is not {layout.dtype}.", path, "Export again.")
+        expected_dtype = DRAFT_VOCABULARY.get(name, layout.dtype)
+        if dtype != expected_dtype:
+            raise DataError(f"The tensor {name} is not {expected_dtype}.", path, "Export again.")
     return weights

@@ -31,6 +31,7 @@ DTYPES = {
     "F16": "float16",
     "F64": "float64",
     "I64": "int64",
+    "BOOL": "bool",
 }  # torch's names of safetensors' dtypes
 
 

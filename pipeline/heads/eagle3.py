@@ -4,22 +4,24 @@ EAGLE-3 (arXiv 2503.01840). Position i of a text reads g, the outputs of several
 target at i side by side, and the token at i+1:
 
     u = hidden_norm(fc g),    x = [input_norm(embedding(token)); u],
-    z = u + o attention(q x, k x, v x),    y = z + down(SiLU(gate m) * up m)  with  m = norm(z),
+    z = r + o attention(q x, k x, v x),    y = z + down(SiLU(gate m) * up m)  with  m = norm(z),
 
-and the logits are lm_head(output_norm(y)). All norms are RMSNorms; rotary positions are those of
-the states. Step 0 attends to all positions up to i. Step k >= 1 has position i+k: it reads the last
-step's y in place of fc g, and the token at i+1+k. It attends to the keys of step 0 up to i, and to
-the keys of its own steps 1 … k. Decoding does the same: the keys of accepted tokens come from the
-target's states, and those of drafted tokens live within one path of one tree.
+and the logits are lm_head(output_norm(y)). The residual r is fc g in the paper, and u if the shape
+has `norm_before_residual`. All norms are RMSNorms; rotary positions are those of the states. Step 0
+attends to all positions up to i. Step k >= 1 has position i+k: it reads the last step's y in place
+of fc g, and the token at i+1+k. It attends to the keys of step 0 up to i, and to the keys of its
+own steps 1 … k. Decoding does the same: the keys of accepted tokens come from the target's states,
+and those of drafted tokens live within one path of one tree.
 
 The embedding is the target's and frozen. Trained are fc [D, X] (X = D times the number of layers),
 the norms, attention, MLP, and the lm_head, which starts as the target's. At the start fc returns
 the highest layer's output, and attention and MLP add nothing. The layer may take more steps than it
 was trained for.
 
-It equals vLLM 0.32's `Eagle3LlamaForCausalLM` with `norm_before_residual`, and the models that
-SGLang, TensorRT-LLM and llama.cpp load as `LlamaForCausalLMEagle3`. Layer L is the output of the
-target's L-th layer, which transformers calls `hidden_states[L]` (the last layer's before the norm).
+It equals vLLM 0.32's `Eagle3LlamaForCausalLM`. SGLang, TensorRT-LLM and llama.cpp load the same
+files as `LlamaForCausalLMEagle3`; the first two know no `norm_before_residual`. SGLang knows only
+the tensor names of the authors (`midlayer.`), which all read. Layer L is the output of the target's
+L-th layer, which transformers calls `hidden_states[L]` (the last layer's before the norm).
 
 Letters: S positions of packed rows, N positions with labels, C queries of a block, T new rows of a
 text, B texts, P nodes of a tree, D hidden size, X inputs, I inner size, V vocabulary, K steps,
@@ -39,14 +41,38 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.config.training import TrainConfig
 from pipeline.conversations.spans import IGNORED
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 from pipeline.heads.draft_cache import DraftCache
-from pipeline.heads.kind import Heads, Rows, TargetWeights
+from pipeline.heads.kind import TOKEN_MAP, Heads, Rows, TargetWeights
 from pipeline.heads.shapes import Eagle3Shape, ExportFormat
 
 QUERIES = 512  # of a block of attention in training
 SHARED_BY = 4  # query heads that share one key and value head
 HEAD_SIZES = (128, 64)  # that every attention backend of vLLM supports; the first that fits twice
+
+# Targets whose vLLM class returns the outputs of its layers.
+SERVED = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Ministral3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Phi3ForCausalLM",
+    "Gemma4ForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "GlmMoeDsaForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "MiniCPM3ForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "MiMoV2FlashForCausalLM",
+    "ApertusForCausalLM",
+    "AfmoeForCausalLM",
+)
 
 
 class KeyValues(NamedTuple):
@@ -57,9 +83,9 @@ class KeyValues(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """What the layer computes from a state and a token: u, queries [..., H, E], keys and values."""
+    """What the layer computes from a state and a token: r, queries [..., H, E], keys and values."""
 
-    u: Tensor
+    residual: Tensor
     queries: Tensor
     kept: KeyValues
 
@@ -173,23 +199,25 @@ from its own state and its last guess.
         return self.fc.dtype
 
     def _inputs(self, hidden: Tensor, tokens: Tensor, position: Tensor) -> LayerInputs:
-        """Return u [..., D] of states [..., D], and the queries, keys and values, rotated.
+        """Return r [..., D] of states [..., D], and the queries, keys and values, rotated.
 
         `tokens` and `position`, the token after each state and its rotary position, are [...].
         """
         shape = self.shape
-        u = self._norm(hidden.to(self._dtype()), self.hidden_norm)
+        hidden = hidden.to(self._dtype())
+        u = self._norm(hidden, self.hidden_norm)
+        residual = u if shape.norm_before_residual else hidden
         embedded = self._norm(embedding(tokens, self.embedding).to(u.dtype), self.input_norm)
         x = torch.cat((embedded, u), -1)
         cos, sin = rotary(position, shape.head_size, shape.rope_theta)
         q = linear(x, self.q).unflatten(-1, (shape.attention_heads, shape.head_size))
         k = linear(x, self.k).unflatten(-1, (shape.key_value_heads, shape.head_size))
         v = linear(x, self.v).unflatten(-1, (shape.key_value_heads, shape.head_size))
-        return LayerInputs(u, rotate(q, cos, sin), KeyValues(rotate(k, cos, sin), v))
+        return LayerInputs(residual, rotate(q, cos, sin), KeyValues(rotate(k, cos, sin), v))
 
-    def _outputs(self, u: Tensor, attended: Tensor) -> Tensor:
-        """Return y [..., D] of u [..., D] and the attention's result [..., H, E]."""
-        z = u + linear(attended.flatten(-2).to(u.dtype), self.o)
+    def _outputs(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Return y [..., D] of r [..., D] and the attention's result [..., H, E]."""
+        z = residual + linear(attended.flatten(-2).to(residual.dtype), self.o)
         m = self._norm(z, self.norm)
         return z + linear(silu(linear(m, self.gate)) * linear(m, self.up), self.down)
 
@@ -208,7 +236,7 @@ from its own state and its last guess.
         first = self._inputs(read_SD, rows.tokens_S, position_S)
         learned_N = rows.learned_N
         blocks = rows.blocks(QUERIES)
-        u_ND = first.u[learned_N]
+        residual_ND = first.residual[learned_N]
         queries_NHE = first.queries[learned_N]
         own: list[KeyValues] = []
         states: list[Tensor] = []
@@ -217,10 +245,10 @@ from its own state and its last guess.
             if step:
                 position_N = position_S[learned_N] + step
                 later = self._inputs(states[-1], tokens_N, position_N)
-                u_ND, queries_NHE = later.u, later.queries
+                residual_ND, queries_NHE = later.residual, later.queries
                 own.append(later.kept)
             attended_NHE = attend_to_rows(queries_NHE, first.kept, own, rows, blocks)
-            states.append(self._outputs(u_ND, attended_NHE))
+            states.append(self._outputs(residual_ND, attended_NHE))
             tokens_N = labels_N.where(labels_N != IGNORED, 0)  # no later step has a label there
         return self._norm(torch.stack(states), self.output_norm)
 
@@ -256,7 +284,7 @@ from its own state and its last guess.
             is_seen_BTS[:, None],
             enable_gqa=True,
         )
-        y_BTD = self._outputs(inputs.u, attended_BHTE.transpose(1, 2))
+        y_BTD = self._outputs(inputs.residual, attended_BHTE.transpose(1, 2))
         y_BD = y_BTD.take_along_dim(num_B[:, None, None] - 1, 1)[:, 0]
         cache.length_B.add_(num_B)
         path_size = 2 * (self.shape.max_depth - 1) * self.k.shape[0]
@@ -288,11 +316,22 @@ from its own state and its last guess.
                 -1, (depth, 2, self.shape.key_value_heads, self.shape.head_size)
             )
             attended_BPHE = attend_to_path(inputs.queries, path_BPKE, cache)
-            y_BPD = self._outputs(inputs.u, attended_BPHE)
+            y_BPD = self._outputs(inputs.residual, attended_BPHE)
         logits_BPV = self._norm(y_BPD, self.output_norm) @ self.lm_head.mT
         return torch.cat((y_BPD, path_BPZ), -1), logits_BPV
 
     # Export: the container that vLLM, SGLang, TensorRT-LLM and llama.cpp read
+
+    @classmethod
+    def vllm_refusal(cls, shape: Eagle3Shape, target: Mapping[str, Any]) -> str | None:
+        """Return why vLLM cannot serve this layer with the target, or None if it can."""
+        architectures = target.get("architectures") or ["a target without architecture"]
+        if set(SERVED).isdisjoint(architectures):
+            return (
+                "vLLM's EAGLE-3 model reads the outputs of its target's layers, which vLLM does not"
+                f" return for {architectures[0]}."
+            )
+        return None
 
     @classmethod
     def engine_config(
@@ -316,7 +355,12 @@ from its own state and its last guess.
             "target_hidden_size": shape.hidden_size,
             "eagle_aux_hidden_state_layer_ids": list(shape.layers),
             "num_aux_hidden_states": len(shape.layers),
-            "norm_before_residual": True,
+            "norm_before_residual": shape.norm_before_residual,
+            # For SGLang, which counts layers from 0.
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in shape.layers],
+            },
         }
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
@@ -342,6 +386,39 @@ from its own state and its last guess.
         if format is None:
             named["embed_tokens.weight"] = self.embedding
         return {name: parameter.detach() for name, parameter in named.items()}
+
+    def stored_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
+        """Return all tensors of a heads file or export, by name.
+
+        In an export, a draft vocabulary is `d2t` [V], by how much each token's id exceeds its row,
+        and `t2d` [W], whether each token of the target is in the vocabulary.
+        """
+        tokens_V, rows_W = self.vocabulary.token_map, self.vocabulary.rows_W
+        if format is None or tokens_V is None or rows_W is None:
+            return super().stored_tensors(format)
+        tensors = self.named_tensors(format)
+        tensors["d2t"] = tokens_V - torch.arange(len(tokens_V), device=tokens_V.device)
+        tensors["t2d"] = rows_W != IGNORED
+        return tensors
+
+    @classmethod
+    def draft_tokens(cls, tensors: Mapping[str, Tensor], where: str | None = None) -> Tensor:
+        """Return the tokens [V] of the draft vocabulary in a heads file or export.
+
+        Raises:
+            DataError: `d2t` and `t2d` name different tokens.
+        """
+        if TOKEN_MAP in tensors:
+            return super().draft_tokens(tensors, where)
+        d2t_V, t2d_W = tensors["d2t"], tensors["t2d"]
+        tokens_V = d2t_V + torch.arange(len(d2t_V), device=d2t_V.device)
+        if not torch.equal(tokens_V, t2d_W.nonzero()[:, 0]):
+            raise DataError(
+                "The draft vocabulary's d2t and t2d name different tokens.",
+                where,
+                "Export or train these heads again.",
+            )
+        return tokens_V
 
 
 def rotary(position: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:

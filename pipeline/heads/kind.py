@@ -37,6 +37,8 @@ from pipeline.heads.losses import Teacher, weighted_cross_entropy
 from pipeline.heads.shapes import EXPANDED, ExportFormat, HeadsShape, require_shapes
 
 TOKEN_MAP = "token_map"  # the draft vocabulary's name in files, as in vLLM
+# The tensors of a draft vocabulary in files, and their dtypes; EAGLE-3 has the last two.
+DRAFT_VOCABULARY = {TOKEN_MAP: "int64", "d2t": "int64", "t2d": "bool"}
 
 
 @dataclass(frozen=True)
@@ -451,9 +453,17 @@ class Heads(nn.Module, ABC):
                 )
             view.copy_(source)
         if shape.is_pruned:
-            heads.vocabulary.fill(tensors[TOKEN_MAP], where)
+            heads.vocabulary.fill(cls.draft_tokens(tensors, where), where)
         heads.complete(tensors, format)
         return heads
+
+    @classmethod
+    def draft_tokens(cls, tensors: Mapping[str, Tensor], where: str | None = None) -> Tensor:
+        """Return the tokens [V] of the draft vocabulary in a heads file or export.
+
+        `where` is the file or directory that errors name.
+        """
+        return tensors[TOKEN_MAP]
 
     def complete(self, tensors: Mapping[str, Tensor], format: ExportFormat | None) -> None:
         """Complete heads whose parameters were filled from the tensors of a file.

@@ -128,6 +128,7 @@ class Eagle3Shape(HeadsShape):
         attention_heads, key_value_heads, head_size: The sizes of its attention.
         norm_eps: The epsilon of its RMSNorms.
         rope_theta: The base of its rotary positions.
+        norm_before_residual: Whether the residual is the state after `hidden_norm`.
 
     Raises:
         ValueError: `layers` is not ascending or empty, or a size is invalid.
@@ -141,6 +142,7 @@ class Eagle3Shape(HeadsShape):
     head_size: int = 64
     norm_eps: float = EPSILON
     rope_theta: float = 10_000.0
+    norm_before_residual: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
