@@ -4,6 +4,7 @@ token.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -36,9 +37,10 @@ SHAPE = Eagle3Shape(
 )
 
 
-def random_layer(seed: int = 0) -> Eagle3Heads:
+def random_layer(seed: int = 0, *, norm_before_residual: bool = True) -> Eagle3Heads:
     generator = torch.Generator().manual_seed(seed)
-    heads = Eagle3Heads(SHAPE, dtype=torch.float64)
+    shape = replace(SHAPE, norm_before_residual=norm_before_residual)
+    heads = Eagle3Heads(shape, dtype=torch.float64)
     for parameter in heads.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2
     return heads
@@ -108,10 +110,12 @@ def drafted(heads: Eagle3Heads, text: Text, position: int, tokens: list[int]) ->
     return found
 
 
-@given(texts(), st.integers(STEPS, 2 * STEPS), st.sampled_from([3, 512]))
+@given(texts(), st.integers(STEPS, 2 * STEPS), st.sampled_from([3, 512]), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_training_computes_what_decoding_token_by_token_computes(found, num_steps, queries):
-    heads = random_layer()
+def test_training_computes_what_decoding_token_by_token_computes(
+    found, num_steps, queries, norm_before_residual
+):
+    heads = random_layer(norm_before_residual=norm_before_residual)
     next_N, labels_KN, rows = packed(found, num_steps)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(eagle3, "QUERIES", queries)
@@ -160,21 +164,21 @@ def test_blocks_of_queries_give_one_blocks_states_and_gradients(found):
 
 
 class WithTokens(nn.Module):
-    """In place of a layer's input norm: put the tokens' normed embeddings before the states."""
+    """In place of a layer's input norm: put the tokens' normed embeddings before the states u."""
 
-    def __init__(self, embedded_1TD: Tensor):
+    def __init__(self, embedded_1TD: Tensor, u_1TD: Tensor):
         super().__init__()
-        self.embedded_1TD = embedded_1TD
+        self.read_1TZ = torch.cat((embedded_1TD, u_1TD), -1)
 
-    def forward(self, u_1TD: Tensor) -> Tensor:
-        return torch.cat((self.embedded_1TD, u_1TD), -1)
+    def forward(self, residual_1TD: Tensor) -> Tensor:
+        return self.read_1TZ
 
 
-@given(texts())
-@settings(max_examples=10, deadline=None)
-def test_step_0_is_a_llama_layer_that_reads_tokens_and_states(found):
-    """vLLM's EAGLE-3 layer with `norm_before_residual`, of transformers' parts."""
-    heads = random_layer()
+@given(texts(), st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_step_0_is_a_llama_layer_that_reads_tokens_and_states(found, norm_before_residual):
+    """vLLM's EAGLE-3 layer, of transformers' parts."""
+    heads = random_layer(norm_before_residual=norm_before_residual)
     named, exported = heads.named_tensors(), heads.engine_config(SHAPE, None, {})
     names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     sizes = {name: exported[name] for name in (*names, "rms_norm_eps")}
@@ -199,7 +203,7 @@ def test_step_0_is_a_llama_layer_that_reads_tokens_and_states(found):
         tokens_1T = torch.tensor([text.ids[1 : u_1TD.shape[1] + 1]])
         embedded_1TD = named["embed_tokens.weight"][tokens_1T]
         e_1TD = rms_norm(embedded_1TD, (SIZE,), named[norms[0]], SHAPE.norm_eps)
-        layer.input_layernorm = WithTokens(e_1TD)
+        layer.input_layernorm = WithTokens(e_1TD, u_1TD)
         weights = {
             name.removeprefix(prefix): value
             for name, value in named.items()
@@ -209,7 +213,8 @@ def test_step_0_is_a_llama_layer_that_reads_tokens_and_states(found):
         length = u_1TD.shape[1]
         mask = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
         rotary = LlamaRotaryEmbedding(config)(u_1TD, torch.arange(length)[None])
-        y_1TD = layer(u_1TD, attention_mask=mask, position_embeddings=rotary)
+        residual_1TD = u_1TD if norm_before_residual else g_1TD
+        y_1TD = layer(residual_1TD, attention_mask=mask, position_embeddings=rotary)
         normed_1TD = rms_norm(y_1TD, (SIZE,), named["norm.weight"], SHAPE.norm_eps)
         expected.append(normed_1TD[0, list(text.labels(STEPS))])
     # Its norms and softmax are in fp32.
