@@ -195,7 +195,7 @@ def require_trackers(names: Sequence[str]) -> None:
             raise EnvironmentFault(
                 f"{name} is not installed here.",
                 KEY,
-                f"Install it (pip install {name}, or medusa-distill[trackers]), or leave it out.",
+                f"Install it (pip install {name}), or leave it out.",
             ) from error
     if "wandb" in names:
         import wandb
