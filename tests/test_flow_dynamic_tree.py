@@ -37,7 +37,6 @@ def test_the_expected_rate_is_decoded_and_the_tree_exported(copied_run, again, k
     )
     assert (summary["nodes"], summary["depth"], summary["dynamic"]) == (8, 3, to_json(tree))
     expected = stored["expected_acceleration_rate"]
-    assert 1 + sum(summary["tokens_by_depth"]) == pytest.approx(expected, abs=1e-3)
     assert found.simulated_acceleration_rate(tree) == expected
 
     native = found.report["check"]["native"]

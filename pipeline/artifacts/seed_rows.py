@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipeline.conversations.conversation import Conversation, Message
-from pipeline.conversations.splits import first_question
 from pipeline.storage.shards import Row, read_rows
 
 SPLITS = ("train", "calibrate", "check")
@@ -78,9 +76,3 @@ def read_categories(shards: Iterable[Path]) -> dict[str, str]:
             if row["category"]:
                 found[row["id"]] = row["category"]
     return found
-
-
-def most_frequent_opening(shards: Iterable[Path]) -> tuple[str, int]:
-    """Return the most frequent first question of seed rows, normalized, and how many have it."""
-    openings = Counter(first_question(row.conversation) for row in read_seed_rows(shards))
-    return openings.most_common(1)[0]

@@ -93,7 +93,6 @@ class TreeFigures(Expected):
 
     nodes: int
     depth: int
-    tokens_by_depth: list[float]
     dynamic: DynamicTree | None = None
     sizes: list[TimedSize] | None = None
     answers: int

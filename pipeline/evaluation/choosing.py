@@ -51,14 +51,6 @@ class ChosenTree:
         """The depth of the tree."""
         return self.dynamic.max_depth if self.dynamic else max(map(len, self.choices))
 
-    def tokens_by_depth(self) -> list[float]:
-        """Return the expected number of accepted tokens per step at each depth of the tree.
-
-        The expected acceleration rate is 1 plus their sum.
-        """
-        added = self.replayed.depth_shares()
-        return [round(tokens, 4) for tokens in added + [0.0] * (self.depth - len(added))]
-
 
 def given_tree(ranks: HeldOutRanks, choices: tuple[TreePath, ...]) -> ChosenTree:
     """Evaluate the tree of `calibrate.choices` by a replay of all held-out text."""

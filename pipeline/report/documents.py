@@ -41,7 +41,6 @@ from pipeline.report.tables import (
     quarantine_table,
     sizes_table,
     stages_table,
-    tree_table,
 )
 from pipeline.report.text_table import Table, escaped, markdown_section, print_tables, print_text
 from pipeline.report.warnings import report_warnings
@@ -64,12 +63,12 @@ def report_texts(report: Report, extras: Extras) -> dict[str, str]:
     content = json.dumps(to_json(report), indent=2, ensure_ascii=False, allow_nan=False)
     return {
         "report.json": content + "\n",
-        "report.md": render_markdown(report, extras),
+        "report.md": render_markdown(report),
         "report.html": render_html(report, extras),
     }
 
 
-def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
+def report_tables(report: Report) -> dict[str, Table]:
     """Return a report's tables by name, in reading order.
 
     Tables of optional measurements are left out if they have no rows.
@@ -79,7 +78,6 @@ def report_tables(report: Report, extras: Extras) -> dict[str, Table]:
         "check": check_table(report),
         "methods": methods_table(report),
         "heads": heads_table(report),
-        "tree": tree_table(report, extras.calibration),
         "sizes": sizes_table(report),
         "chain": chain_table(report),
     }
@@ -101,7 +99,7 @@ def report_outcomes(report: Report) -> list[Outcome]:
     return [check_outcome(report), *speed_outcomes(report)]
 
 
-def render_markdown(report: Report, extras: Extras) -> str:
+def render_markdown(report: Report) -> str:
     """Render report.md; text from data is escaped."""
     outcomes = report_outcomes(report)
     parts = [f"# {escaped(report_title(report))}", escaped(report_subtitle(report))]
@@ -112,7 +110,7 @@ def render_markdown(report: Report, extras: Extras) -> str:
     notes += report_warnings(report)
     if notes:
         parts.append("\n".join(f"- {escaped(note)}" for note in notes))
-    tables = report_tables(report, extras)
+    tables = report_tables(report)
     if not tables["serve"].rows:
         del tables["serve"]
     parts += map(markdown_section, tables.values())
@@ -128,7 +126,7 @@ def render_html(report: Report, extras: Extras) -> str:
         subtitle=report_subtitle(report),
         outcomes=report_outcomes(report),
         warnings=report_warnings(report),
-        tables=report_tables(report, extras),
+        tables=report_tables(report),
         plots={name: Markup(drawing) for name, drawing in draw_plots(extras).items()},
         samples=extras.samples,
         css=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),

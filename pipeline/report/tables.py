@@ -1,4 +1,4 @@
-"""Tables of a report: heads, tree, chain, drift, stages, quarantine and provenance.
+"""Tables of a report: heads, tree sizes, chain, drift, stages, quarantine and provenance.
 
 An unknown cell is `-`. The table of a measurement that was not made has no rows.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeline.artifacts.tree_file import Calibration, Expected
+from pipeline.artifacts.tree_file import Expected
 from pipeline.decoding.tree_search import fastest_choice
 from pipeline.formatting import (
     count,
@@ -35,28 +35,6 @@ def heads_table(report: Report) -> Table:
     for k, head in enumerate(report.heads):
         shares = head.top1, head.top2, head.top3, head.top4, head.top5
         table.add(str(k), f"t+{k + 2}", *map(percent, shares))
-    return table
-
-
-def tree_table(report: Report, calibration: Calibration | None) -> Table:
-    """Build the report's table of the tree by depth: nodes, and accepted tokens per step.
-
-    The tokens per step, including 1 for the target's own token at depth 0, sum to the expected
-    acceleration rate.
-    """
-    table = Table("Tree", ["depth", "nodes", "tokens per step"])
-    tree = report.tree
-    if not tree:
-        return table
-    table.note = f"{count(tree.nodes)} nodes; expected acceleration rate {expected_rate(tree)}."
-    depths = []
-    if tree.dynamic:
-        table.note += " The tree is dynamic: each step verifies the nodes that are most probable."
-    elif calibration:
-        depths = [len(path) for path in calibration.choices]
-    table.add("0", "the target's own token", ratio(1.0))
-    for depth, tokens in enumerate(tree.tokens_by_depth, start=1):
-        table.add(str(depth), count(depths.count(depth) or None), ratio(tokens))
     return table
 
 

@@ -118,7 +118,6 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     figures = TreeFigures(
         nodes=tree.num_nodes,
         depth=tree.depth,
-        tokens_by_depth=tree.tokens_by_depth(),
         dynamic=tree.dynamic,
         sizes=tree.sizes or None,
         answers=len(judged.seen),

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from textwrap import shorten
 
-from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow, most_frequent_opening
+from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow
 from pipeline.conversations.conversation import Conversation, RejectedRow, storable_json
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import SourceReader, read_questions, source_readers
@@ -42,7 +41,6 @@ FIGURES = {
     "check_rows": "check rows",
     "quarantined": "quarantined",
 }
-LONGEST_QUESTION = 200  # characters of a question in an error message
 
 
 def identity(context: Context) -> Identity:
@@ -168,19 +166,18 @@ def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: flo
     if fewest >= MIN_HELD_OUT:
         return None
     require_enough_rows(num_rows, holdout, str(stage.path))
-    question, num_alike = most_frequent_opening(stage.shards())
     counts = ", ".join(f"{split} {number:,}" for split, number in rows_of.items())
     too_alike = (
-        f"opens {num_alike:,} of {num_rows:,} conversations. Conversations that open alike are in"
-        f" one split, so that the splits are {counts}."
+        "Many conversations open with the same question, and these are in one split, so that the"
+        f" splits are {counts}."
     )
     if fewest == 0:
         raise DataError(
-            f'"{shorten(question, LONGEST_QUESTION)}" {too_alike}',
+            too_alike,
             stage.path,
             "Name sources in seeds.sources whose conversations open with different questions.",
         )
-    return f"One question {too_alike}"  # reports show it, and have no text of the data
+    return too_alike
 
 
 def require_enough_rows(num_rows: int, holdout: float, where: str) -> None:

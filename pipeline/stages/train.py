@@ -36,9 +36,6 @@ FIGURES = {
     "drift.kl": "kl",
 }
 
-QUANTIZED_TEACHER = (
-    "the backbone is held to the quantized target, a worse teacher than the target itself"
-)
 NOTHING_GAINED = (
     "tuning the backbone did not lower the heads' loss on held-out text: the target is unchanged,"
     " and train.method: medusa-1 gives the same heads"
@@ -88,9 +85,6 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         run_name=context.config.run.name,
         configuration=context.config.model_dump(mode="json"),
     )
-    has_teacher = method.tunes_backbone and spec.settings.backbone.loss == "kl"
-    if has_teacher and spec.trained_target.quantization:
-        warn(QUANTIZED_TEACHER)
     recipes = [learner.recipe_of(spec.of_phase(name)) for name, learner in spec.phases]
     for recipe in recipes:
         print_stage(context.console, " ", NAME, recipe.describe())

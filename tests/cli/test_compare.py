@@ -74,7 +74,7 @@ def test_other_machines_targets_and_load_are_named():
 
 def calibrated(name: str, nodes: int, rate: float, chain: list[float]) -> ComparedRun:
     """A run with a tree of 3 nodes or fewer, and chains of 1, 2, … draft tokens, all drafted."""
-    tree = {"nodes": nodes, "depth": 1, "tokens_by_depth": []}
+    tree = {"nodes": nodes, "depth": 1}
     tree |= {"answers": 9, "seen_share": 0.0, "new": {"answers": 9}}
     tree |= {"expected_acceleration_rate": rate, "num_speculative_tokens": len(chain)}
     tree["sizes"] = [{"nodes": 1, "expected_acceleration_rate": chain[0]}]

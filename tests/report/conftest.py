@@ -27,7 +27,6 @@ RATES = {"tokens_per_second": 812.0, "baseline_tokens_per_second": 507.0, "speed
 TREE: dict[str, Any] = {
     "nodes": 5,
     "depth": 2,
-    "tokens_by_depth": [0.74, 0.358],
     "expected_acceleration_rate": 2.098,
     "answers": 40,
     "seen_share": 0.0,
