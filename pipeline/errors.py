@@ -57,13 +57,13 @@ class DataError(MedusaDistillError, ValueError):
 
 
 class DamagedShard(DataError):
-    """A shard is missing or cannot be read; a run that reads it makes it again, once."""
+    """A shard is missing or cannot be read; a run that reads the shard rebuilds it once."""
 
     def __init__(self, path: str | Path, detail: str):
         super().__init__(
             f"A shard cannot be read: {detail.rstrip('.')}.",
             path,
-            "Delete this file and run the same command again: it is made again.",
+            "Delete this file and run the same command again to rebuild it.",
         )
         self.args = (path, detail)
 

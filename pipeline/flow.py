@@ -66,7 +66,7 @@ def run_flow(
             skipped without `push.repo_id`.
         until: Stop after this stage.
         executor: `ray` or `inline`.
-        fresh: Delete this stage's result and make it again.
+        fresh: Delete this stage's result and rebuild it.
 
     Raises:
         MedusaDistillError: The configuration is refused, or a stage or its check fails. Committed
@@ -102,7 +102,7 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
         fresh: The stage whose result is deleted first, if any.
 
     Raises:
-        DamagedShard: A shard is damaged again after it was made again, or belongs to no stage of
+        DamagedShard: A shard is damaged again after it was rebuilt, or belongs to no stage of
             the run.
     """
     discarded = set()
@@ -173,8 +173,8 @@ def require_passed(checked: StageDirectory, config: Config) -> None:
         raise CheckFailed(
             f"The check failed: {'; '.join(failures)}.",
             checked.path,
-            "Nothing was pushed. Sequences that differ are in DONE.json there. More data or epochs"
-            " raise a low rate; where few tree sizes were timed, run with --fresh calibrate.",
+            "Nothing was pushed. DONE.json lists the sequences that differ. More data or epochs"
+            " raise a low rate; if few tree sizes were timed, run with --fresh calibrate.",
         )
 
 
@@ -191,9 +191,9 @@ def require_same_inputs(context: Context, stage: Stage, directory: StageDirector
     directory.begin(stage.contents(context), fresh=True)
     changed = ", ".join(map(str, context.digests.changed()))
     raise DataError(
-        f"The input of {stage.name} changed while it ran: {changed or 'files came or went'}.",
+        f"The input of {stage.name} changed while it ran: {changed or 'other files'}.",
         directory.path,
-        "Its result is dropped. Run the same command again, and leave the input alone.",
+        "The result is deleted. Run the same command again, and do not change the input.",
     )
 
 

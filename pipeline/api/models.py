@@ -196,7 +196,7 @@ def load_export(
         raise ConfigError(
             f"The target is loaded already, without {', '.join(settings)}.",
             "target",
-            "Give them to load_target, or give load_export the target's name.",
+            "Pass these settings to load_target, or pass the target's name to load_export.",
         )
     heads = load_heads(export, target)
     return Export(export, target, heads, target.decoder(heads, chosen))

@@ -94,7 +94,7 @@ class Run:
             raise DataError(
                 "This run has no report.",
                 self.path,
-                "Run its check: the report is written after it.",
+                "Run the check stage, which writes the report.",
             ) from None
 
     @property

@@ -57,26 +57,17 @@ def compared_run(path: Path) -> ComparedRun:
     run, config = RunDirectory.open(path)
     states = statuses_of(run, config)
     unfinished = [name for name, state in states.items() if state.status not in FINISHED]
-    heads_bytes = questions = None
-    records = {}
-    for name, state in states.items():
-        if state.directory and state.status in FINISHED:
-            records[name] = state.directory.done
-    exported, checked = records.get("export"), records.get("check")
-    if exported:
-        for name, file in exported.files.items():
-            # A tuned backbone and other formats are in subdirectories.
-            if "/" not in name and name.endswith(".safetensors"):
-                heads_bytes = file.size
-    if checked:
+    questions = None
+    checked = states.get("check")
+    if checked and checked.directory and checked.status in FINISHED and checked.directory.done:
         asked = config.check.model_dump(mode="json", include=QUESTION_KEYS)
-        questions = json.dumps([asked, checked.upstream.get("generate")], sort_keys=True)
+        generated = checked.directory.done.upstream.get("generate")
+        questions = json.dumps([asked, generated], sort_keys=True)
     return ComparedRun(
         run.path.name,
         # The link of an unfinished stage may lead to a result of another recipe.
         assemble_report(run, config, without=unfinished),
         config.model_dump(mode="json"),
         unfinished,
-        heads_bytes,
         questions,
     )

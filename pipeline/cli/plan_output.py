@@ -116,7 +116,7 @@ def _seed_lines(seeds: Summary | None) -> Iterator[str]:
     reasons = (seeds or {}).get("reasons")
     if reasons:
         shown = [f"{reason} {number:,}" for reason, number in sorted(reasons.items())]
-        yield f"\nOf the seeds {sum(reasons.values()):,} rows are dropped: {', '.join(shown)}."
+        yield f"\nThe seeds stage drops {sum(reasons.values()):,} rows: {', '.join(shown)}."
 
 
 def _size_lines(
@@ -146,9 +146,9 @@ def _size_lines(
     if features.directory is not None and features.made:
         cached = sum(path.stat().st_size for path in features.directory.parquet_files())
     free = free_disk(context.run.store)
-    yield f"\n{work}, {need}; {decimal(free)} of the disk are free."
+    yield f"\n{work}, {need}; {decimal(free)} of disk space are free."
     if features.status != "done" and (size.disk_bytes or 0) - cached > free:
-        yield "! This does not fit on the disk: name a larger run.store, or set limits."
+        yield "! The states do not fit on the disk: set a larger run.store, or limit seeds.sources."
 
 
 def _training_lines(size: RunSize) -> Iterator[str]:
@@ -179,7 +179,7 @@ def _worker_lines(run: ResolvedRun, unfinished: Sequence[str]) -> Iterator[str]:
         except EnvironmentFault as error:
             reason = error.what
             if wanted.gpus_per_worker and not run.machine.gpus:
-                reason = "this machine has no GPU, so it needs a cluster."
+                reason = "this machine has no GPU, and the stage needs one."
             if section in used:
                 yield f"! {section}: {reason} `run` will refuse this here."
             continue
@@ -188,7 +188,7 @@ def _worker_lines(run: ResolvedRun, unfinished: Sequence[str]) -> Iterator[str]:
         )
         most = most_workers(wanted, run.machine)
         if most > placed.workers:
-            line += f"; there is room for {most}: placement.{section}.workers=auto takes them"
+            line += f"; {most} workers fit: set placement.{section}.workers=auto"
         yield line
 
 

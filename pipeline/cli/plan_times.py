@@ -62,7 +62,7 @@ def time_lines(
         )
     elif target is not None:
         yield (
-            "Other hours are unknown: give placement.gpu_memory_gb, placement.gpu_tflops and"
+            "Other times are unknown: set placement.gpu_memory_gb, placement.gpu_tflops and"
             " placement.gpu_bandwidth_gbs."
         )
     if total > DAY:

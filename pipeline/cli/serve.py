@@ -54,9 +54,8 @@ def serve(
 ) -> None:
     """Serve an export's target and heads in vLLM's OpenAI server, until Ctrl-C.
 
-    The command that runs is printed, so that you can run it without medusa-distill. On a CPU, 1 GiB
-    is for the keys and values of texts, and the context is cut if two texts of its length need
-    more.
+    The command that runs is printed, so that you can run it without medusa-distill. On a CPU, the
+    KV cache has 1 GiB, and the context is shortened if two texts of its length do not fit.
 
     Example: medusa-distill serve runs/demo-recurrent
     Example: medusa-distill serve EXPORT --port 8001 -- --max-num-seqs 8 --api-key SECRET
@@ -82,7 +81,7 @@ def serve(
     command = [sys.executable, "-m", SERVER, *flags, "--host", host, "--port", str(port)]
     console.print(shlex.join(command), markup=False)
     number, path = tempfile.mkstemp(prefix="medusa-distill-serve-", suffix=".log")
-    fix = f"Its output is in {path}. Further arguments of vLLM come after --."
+    fix = f"The server's output is in {path}. Arguments for vLLM follow --."
     starting = console.status("vLLM starts, which takes half a minute or more")
     with open(number, "w+", errors="replace") as log, starting:
         try:
@@ -177,7 +176,7 @@ def _require_free_port(host: str, port: int) -> None:
             tried.bind((host, port))
     except OSError as error:
         raise EnvironmentFault(
-            f"Nothing can listen on {host}:{port}: {error.strerror or error}.",
+            f"The server cannot listen on {host}:{port}: {error.strerror or error}.",
             "--port",
-            "End what listens there, or choose another port.",
+            "Stop the process that listens there, or choose another port.",
         ) from error

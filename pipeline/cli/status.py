@@ -22,7 +22,7 @@ COLUMNS = (
 def status(run_dir: RunArgument) -> None:
     """Print each stage's state and the reason, rows, quarantined rows, seconds and rates.
 
-    A rate is in tokens per second, and of train in positions per second.
+    Rates are in tokens per second, for train in positions per second.
     """
     from pipeline.flow import statuses_of  # imports torch, and --help does not wait for it
 

@@ -67,7 +67,7 @@ class TargetConfig(Section):
         """Refuse `target.template_arguments` with names that the pipeline itself provides."""
         taken = sorted(value.keys() & TEMPLATE_GIVEN)
         if taken:
-            raise ValueError(f"{taken[0]} is given to every template already")
+            raise ValueError(f"every template already gets {taken[0]}")
         return value
 
 
@@ -183,8 +183,7 @@ def without_secrets(engine_args: PlainData) -> PlainData:
     for name in engine_args:
         if name.endswith(("token", "password", "api_key")):
             raise ValueError(
-                f"{name} would be written to run.yaml; give it in the environment (HF_TOKEN)"
-                " instead"
+                f"{name} would be written to run.yaml; set it in the environment (HF_TOKEN) instead"
             )
     return engine_args
 

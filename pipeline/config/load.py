@@ -73,13 +73,13 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(
             f"The configuration cannot be read: {error}",
             file,
-            "It must be a YAML file of sections.",
+            "The file must be YAML with sections.",
         ) from None
     if not isinstance(settings, dict):
         raise ConfigError(
             "The configuration is not a mapping of sections.",
             file,
-            "See configs/demo.yaml for one.",
+            "configs/demo.yaml is an example.",
         )
     # A symlink named run.yaml belongs to the run directory that contains the link.
     beside = path.parent.resolve()
@@ -168,7 +168,7 @@ def validate(settings: PlainData, where: str | Path) -> Config:
             raise ConfigError(
                 f"{key} holds a token or a password, and every setting is written to run.yaml.",
                 where,
-                "Keep it in the environment, as HF_TOKEN, or in what `hf auth login` stores.",
+                "Set it in the environment, as HF_TOKEN, or store it with `hf auth login`.",
             )
     return config
 
@@ -339,19 +339,14 @@ def _problem(key: str, errors: list[Any]) -> str:
     is_text = kind in ("string_type", "path_type")
     if is_text and not isinstance(first["input"], list | dict):
         problem += (
-            "; YAML reads yes, no, on, off, null, numbers and dates as other values than text:"
+            "; YAML does not read yes, no, on, off, null, numbers and dates as text:"
             f""" quote them, on the command line as {key}='"TEXT"'"""
         )
     return problem
 
 
 def nearest_key(wrong: str) -> str | None:
-    """Return the configuration key that is most similar to an unknown one; None if none is similar.
-
-    A key in another section with the same last part comes first.
-    """
+    """Return the configuration key that is most similar to an unknown one; None if none is."""
     keys = [*Config.model_fields, *(key.replace("[]", "") for key, _ in key_rows(Config))]
-    name = wrong.rpartition(".")[2]
-    moved = [key for key in keys if "." in wrong and key.endswith(f".{name}")]
-    near = difflib.get_close_matches(wrong, moved or keys, n=1, cutoff=0.0 if moved else 0.7)
+    near = difflib.get_close_matches(wrong, keys, n=1, cutoff=0.7)
     return near[0] if near else None

@@ -35,7 +35,6 @@ class ComparedRun:
     Attributes:
         recipe: The resolved configuration as plain data.
         unfinished: The stages that have not run.
-        heads_bytes: The size of the exported weights of the heads; None without an export.
         questions: A text that is equal for checks with the same prompts; None without a check.
     """
 
@@ -43,7 +42,6 @@ class ComparedRun:
     report: Report
     recipe: Mapping[str, Any]
     unfinished: Sequence[str] = ()
-    heads_bytes: int | None = None
     questions: str | None = None
 
 
@@ -136,9 +134,6 @@ def _compared_results(run: ComparedRun) -> dict[str, str]:
     check = NOT_RUN
     if report.check:
         check = "passed" if report.check.passed else "failed"
-    heads = UNKNOWN
-    if run.heads_bytes is not None:
-        heads = f"{run.heads_bytes / 1e6:,.1f} MB"
     found = {
         "check": check,
         "head 0's first guess right": percent(report.heads[0].top1) if report.heads else UNKNOWN,
@@ -150,7 +145,6 @@ def _compared_results(run: ComparedRun) -> dict[str, str]:
     for engine in ("native", "vLLM"):
         for label in COMPARED:
             found[f"{label}, {engine}"] = cells.get(engine, {}).get(label, UNKNOWN)
-    found["exported heads"] = heads
     found["training"] = duration(report.seconds_by_stage.get("train"))
     return found
 

@@ -178,7 +178,7 @@ def check_target(run: ResolvedRun) -> None:
         raise ConfigError(
             f"A draft vocabulary of {draft_vocab} tokens exceeds the target's of {vocab_size}.",
             "train.draft_vocab",
-            "Lower it or leave it unset.",
+            "Lower this setting or leave it unset.",
         )
     shape = run.shape.drafting(draft_vocab)
     refusal = run.kind.vllm_refusal(shape, run.target_config.to_dict())
@@ -190,7 +190,7 @@ def check_target(run: ResolvedRun) -> None:
         raise ConfigError(
             f"{longest} tokens after a prompt do not fit in the target's context of {context}.",
             "check.max_new_tokens",
-            "Lower it.",
+            "Lower this setting.",
         )
 
 
@@ -291,7 +291,7 @@ def check_push(run: ResolvedRun) -> None:
         raise ConfigError(
             "The target is a local directory, so nobody else could load these heads.",
             "push.base_model",
-            "Publish the target and name it there, or leave push.repo_id unset.",
+            "Publish the target and set push.base_model to its id, or leave push.repo_id unset.",
         )
 
 
@@ -306,7 +306,7 @@ def check_root(run: ResolvedRun) -> None:
         path = getattr(run.config.run, key)
         if path and path.resolve().is_relative_to(Path.cwd().resolve()):
             raise ConfigError(
-                "A submitted job runs in an uploaded copy of the directory, which is deleted.",
+                "A submitted job would write into its uploaded directory, which Ray deletes.",
                 f"run.{key} = {path}",
                 "Give an absolute path on storage that every node sees, such as /mnt/runs.",
             )

@@ -82,11 +82,11 @@ class Context:
         return FileDigests(self.run.store / "digests.json", read_only=self.read_only)
 
     def report_damage(self, stage: StageDirectory, damaged: Sequence[Path]) -> None:
-        """Print and log the damaged files of a stage, if any, which are made again."""
+        """Print and log the damaged files of a stage, if any, which the run rebuilds."""
         if damaged:
             names = [str(path.relative_to(stage.path)) for path in damaged]
             self.run.event("damaged", stage=stage.stage, files=names)
-            line = f"{len(names)} damaged, made again: {', '.join(names[:3])}"
+            line = f"{len(names)} damaged files are rebuilt: {', '.join(names[:3])}"
             print_stage(self.console, "[yellow]![/]", stage.stage, line)
 
     def backbone(self, stage: str) -> TargetSpec:
@@ -204,7 +204,7 @@ class Stage:
     """Labels of the figures to print at the end, by key of the summary; a dot enters a section."""
     sharded: bool = False  # the result is shards
     scratch: tuple[str, ...] = ()  # files and folders that are not part of the result
-    parts: tuple[str, ...] = ()  # folders that are made again alone when a file is damaged
+    parts: tuple[str, ...] = ()  # folders that are rebuilt alone if a file is damaged
 
     def identity_of(self, context: Context) -> Identity:
         """Return what the stage's fingerprint covers: code version, settings and upstream."""

@@ -336,8 +336,8 @@ def check_memory(run: ResolvedRun) -> None:
             room = (stage.device_bytes or 0) / GIB
             raise EnvironmentFault(
                 f"{stage.name} does not fit into memory: a worker needs {stage.total / GIB:.1f} GiB"
-                f" (an estimate, ±{TOLERANCE:.0%}), and there are {room:.1f}.",
+                f" (an estimate, ±{TOLERANCE:.0%}), and its device has {room:.1f}.",
                 "placement",
-                f"What helps most: {', '.join(stage.saves_memory)}. To plan for GPUs that are"
-                " elsewhere, give placement.gpu_memory_gb.",
+                f"What helps most: {', '.join(stage.saves_memory)}. To plan for another"
+                " machine's GPUs, set placement.gpu_memory_gb.",
             )

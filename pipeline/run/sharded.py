@@ -89,7 +89,7 @@ def run_sharded(
                     killers.append(outcome)
             for killer in killers:
                 context.console.print(
-                    f"{stage.stage}: looking for what kills the worker in shard {killer.task.index}"
+                    f"{stage.stage}: searching shard {killer.task.index} for crashing rows"
                 )
                 failures.find_crashing_rows_of(map_tasks, killer)
             left = stage.pending(tasks, stage.receipts())
@@ -147,11 +147,11 @@ class Failures:
         found = find_crashing_rows(map_tasks, killer, self.stage, MAX_FAILURES)
         if found == self._crashing.get(index):
             raise EnvironmentFault(
-                f"Shard {index} of {self.stage.stage} ends its worker again and again, and not when"
-                f" tried by itself: {killer.death.splitlines()[0].rstrip('.')}.",
+                f"Shard {index} of {self.stage.stage} ends its worker repeatedly, except when it is"
+                f" tried alone: {killer.death.splitlines()[0].rstrip('.')}.",
                 self.stage.path,
-                "If memory runs out, use smaller batches or fewer workers. What was committed is"
-                " kept; run it again.",
+                "If memory runs out, use smaller batches or fewer workers. Committed shards are"
+                " kept; run the same command again.",
             )
         self._crashing[index] = found
 
@@ -176,8 +176,8 @@ class Failures:
                 self._times[task.index] += 1
                 if self._times[task.index] >= MAX_FAILURES:
                     raise EnvironmentFault(
-                        f"Workers committed shard {task.index} of {self.stage.stage}, which is not"
-                        " to be seen here.",
+                        f"Workers committed shard {task.index} of {self.stage.stage}, but this"
+                        " machine does not see it.",
                         self.stage.path,
                         "run.root and run.store must be on storage that every node sees.",
                     )

@@ -90,7 +90,7 @@ def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError) -> S
     """
     if linked is None:
         return StageStatus("not run", obstacle.what, expected=None)
-    why, made = f"taken to be unchanged: {obstacle.what}", len(linked.shards())
+    why, made = f"assumed unchanged: {obstacle.what}", len(linked.shards())
     if linked.done is None:
         return StageStatus("partial", why, linked, made, None)
     return StageStatus("done", why, linked, made, made)
@@ -118,7 +118,7 @@ def _stage_status(context: Context, stage: Stage, before: dict[str, StageStatus]
     if source is not None and source.done:
         tasks = directory.tasks(source, {receipt.index: receipt for receipt in source.done.shards})
         made = len(tasks) - len(directory.pending(tasks, receipts))
-    status, why = "stale", "what it is made from has changed or is not finished"
+    status, why = "stale", "its upstream stages have changed or are unfinished"
     if directory.done is None:
         status, why = "partial", "unfinished"
     elif resized_files:
@@ -135,5 +135,5 @@ def _why_stale(before: Identity, now: Identity) -> str:
     if changed:
         return f"changed: {', '.join(changed[:MOST_NAMES])}"
     if before.get("upstream") != now["upstream"]:
-        return "what comes before it changed"
+        return "an upstream stage changed"
     return "the target, the seed or the stage's code changed"

@@ -220,14 +220,14 @@ def test_a_half_done_run_counts_what_is_there(command, half_done, config_file, m
     assert "4 done " in line_of("generate", out)
     free = type("Usage", (), {"free": 100_000})
     monkeypatch.setattr("shutil.disk_usage", lambda _: free)
-    assert "does not fit" not in command("plan", config_file).out, "three quarters are there"
-    assert "does not fit" in command("plan", config_file, "generate.temperature=1.5").out
+    assert "do not fit" not in command("plan", config_file).out, "three quarters are there"
+    assert "do not fit" in command("plan", config_file, "generate.temperature=1.5").out
 
 
 def test_a_changed_setting_counts_no_shard_that_was_made_before(command, copied_run, config_file):
     out = command("plan", config_file, "generate.temperature=1.5").out
     line = line_of("features", out)
-    assert " 4 pending" in line and "what comes before it changed" in line and "done" not in line
+    assert " 4 pending" in line and "an upstream stage changed" in line and "done" not in line
     settings = (copied_run.path / "run.yaml").read_text()
     (copied_run.path / "run.yaml").write_text(settings.replace("nodes: 8", "nodes: 7"))
     assert states(command("status", copied_run.path).out)["calibrate"] == "stale"

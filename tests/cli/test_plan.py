@@ -114,8 +114,8 @@ def test_plan_goes_on_without_the_target(command, config_file, copied_run):
     assert ended.code == 0 and states(ended.out)["generate"] == "kept"
     assert "owner/absent" in ended.out and "bytes of states" not in ended.out
     assert "states of unknown size" in ended.out and "Training:" not in ended.out
-    assert "taken to be unchanged" in line_of("generate", ended.out)
-    assert "taken to be unchanged" not in command("plan", config_file).out
+    assert "assumed unchanged" in line_of("generate", ended.out)
+    assert "assumed unchanged" not in command("plan", config_file).out
 
 
 def test_plan_prints_the_workers_of_each_stage(command, config_file):
@@ -254,7 +254,7 @@ def test_plan_counts_what_the_seeds_stage_keeps(command, config_file, tmp_path):
     stage = next((tmp_path / "run").glob("seeds-*/DONE.json"))
     summary = json.loads(stage.read_text())["summary"]
     assert summary["rows"] == 36 and summary["quarantined"] == 4
-    assert "36 conversations" in planned and "Of the seeds 4 rows are dropped:" in planned
+    assert "36 conversations" in planned and "The seeds stage drops 4 rows:" in planned
     for reason, number in summary["reasons"].items():
         assert f"{reason} {number}" in planned
 

@@ -132,9 +132,7 @@ def test_samples_that_would_all_be_alike_are_refused(file, word):
 
 MOVED = {
     "train.num_layers": "train.medusa.num_layers",
-    "train.medusa.lora_rank": "train.backbone.lora_rank",
     "train.backbone.lorarank": "train.backbone.lora_rank",
-    "calibrate.prompts": "check.prompts",
     "train.lern_rate": None,
 }
 

@@ -114,7 +114,7 @@ def test_shards_that_are_not_seen_from_here_end_the_stage(go, monkeypatch):
         return receipt
 
     monkeypatch.setattr(Copier, "__call__", elsewhere)
-    with pytest.raises(EnvironmentFault, match="not to be seen here"):
+    with pytest.raises(EnvironmentFault, match="does not see it"):
         go()
     assert CALLS == {0: 3, 1: 3, 2: 3}
 
