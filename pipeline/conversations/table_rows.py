@@ -16,36 +16,15 @@ import pyarrow.parquet as pq
 
 from pipeline.conversations.conversation import Reason
 from pipeline.conversations.file_rows import CHUNK, require_columns, unreadable_row
-from pipeline.conversations.forms import FORM_KEYS, KNOWN_KEYS
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
 BATCH_ROWS = 64
 
 
-def select_columns(schema: pa.Schema, wanted: Sequence[str], where: str | Path) -> list[str]:
-    """Return the columns of a table to read: those of `wanted`, else those of known forms.
-
-    All columns are read if none identifies a form, so that the first row names them. Of a form with
-    a column per text, all texts are read, so that `unread_texts` finds those that no form reads.
-
-    Raises:
-        ConfigError: The table lacks a wanted column.
-    """
-    require_columns(schema.names, wanted, where)
-    found = [form for form, key in FORM_KEYS.items() if key in schema.names]
-    if not found and not wanted:
-        return schema.names
-    texts = []
-    if found and found[0] in ("alpaca", "prompts"):
-        texts = [field.name for field in schema if field.type in (pa.string(), pa.large_string())]
-    return [name for name in schema.names if name in (wanted or (*KNOWN_KEYS, *texts))]
-
-
 def table_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
     """Yield the rows of a file in Parquet, Arrow (Feather) or Arrow stream format, as dicts.
 
-    Only the columns that `select_columns` selects are read. An unreadable row is yielded as a
-    `RejectedRow`.
+    An unreadable row is yielded as a `RejectedRow`.
 
     Raises:
         ConfigError: The file lacks one of `columns`.
@@ -74,25 +53,24 @@ def table_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
 def _parquet_batches(
     file: pa.NativeFile, columns: Sequence[str], path: Path
 ) -> Iterator[pa.RecordBatch]:
-    """Yield record batches of a Parquet file, with the columns that `select_columns` selects."""
+    """Yield record batches of a Parquet file; raise ConfigError if it lacks one of `columns`."""
     with pq.ParquetFile(file, pre_buffer=False, buffer_size=CHUNK) as reader:
-        wanted = select_columns(reader.schema_arrow, columns, path)
-        yield from reader.iter_batches(BATCH_ROWS, columns=wanted, use_threads=False)
+        require_columns(reader.schema_arrow.names, columns, path)
+        yield from reader.iter_batches(BATCH_ROWS, use_threads=False)
 
 
 def _arrow_batches(
     file: pa.NativeFile, columns: Sequence[str], path: Path
 ) -> Iterator[pa.RecordBatch]:
-    """Yield record batches of an Arrow file or stream, with the columns of `select_columns`."""
+    """Yield the batches of an Arrow file or stream; raise ConfigError as `_parquet_batches`."""
     try:
         reader = pa.ipc.open_file(file)
         batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
     except pa.ArrowInvalid:
         reader = pa.ipc.open_stream(file)
         batches = iter(reader)
-    wanted = select_columns(reader.schema, columns, path)
-    for batch in batches:
-        yield batch.select(wanted)
+    require_columns(reader.schema.names, columns, path)
+    yield from batches
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
@@ -138,8 +116,6 @@ def _json_value(value: Any, kind: pa.DataType) -> Any:
 def hub_rows(hub: str, split: str, columns: Sequence[str]) -> Iterator[Any]:
     """Yield the rows of a data set on the Hub as dicts, streamed.
 
-    If the data set states its columns, only those of `select_columns` are read.
-
     Raises:
         ConfigError: There is no such data set, split or column.
         EnvironmentFault: The Hub or the data set cannot be read.
@@ -150,8 +126,7 @@ def hub_rows(hub: str, split: str, columns: Sequence[str]) -> Iterator[Any]:
     try:
         found = datasets.load_dataset(hub, split=split, streaming=True)
         if found.features is not None:
-            schema = found.features.arrow_schema
-            found = found.select_columns(select_columns(schema, columns, where))
+            require_columns(list(found.features), columns, where)
         for table in found.with_format("arrow").iter(BATCH_ROWS):
             for batch in table.to_batches():
                 yield from _batch_rows(batch)

@@ -46,9 +46,8 @@ from pipeline.heads.kind import TargetWeights
 from pipeline.heads.kinds import Sizes, foreign_heads
 from pipeline.storage.atomic import read_object
 from pipeline.targets.engines import EngineName
-from pipeline.targets.loading import lm_head_weight, load_causal_lm, require_readable
+from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
-from pipeline.targets.vllm_engine import spec_for_vllm
 
 BUNDLED = Path(pipeline.__file__).parent / "bundled" / "seeds.sharegpt.jsonl"
 DRAFT_TOKENS = 5  # of a recurrent cell whose config.json states no number
@@ -74,8 +73,7 @@ def check_with_engine(
     if engine == "native":
         found, answers = check_native(request, progress)
     else:
-        target = spec_for_vllm(request.target, on_gpu=gpus > 0)
-        found = check_served(replace(request, target=target), progress)
+        found = check_served(request, progress)
     return replace(found, hardware=hardware(), versions=versions()), answers
 
 
@@ -156,8 +154,6 @@ def measure_heads(
     """
     require_training_text(settings, None)
     directory = heads_directory(str(heads))
-    for each in settings.engines:
-        require_readable(target, each, on_gpu=gpus > 0, where="--target")
     answers = {}
     results: dict[str, CheckResult] = {}
     with _candidate(directory, target, settings, draft_tokens) as found:

@@ -16,9 +16,8 @@ from pipeline.evaluation.prompts import with_room
 from pipeline.evaluation.vllm_methods import require_methods
 from pipeline.execution.machine import SUBMITTED_JOB
 from pipeline.heads.shapes import FORMATS
-from pipeline.run.resolved import ASSISTANT, ENGINE_SECTIONS, SERVED, TARGET, ResolvedRun
+from pipeline.run.resolved import ASSISTANT, SERVED, TARGET, ResolvedRun
 from pipeline.targets.files import check_repo_id, is_local
-from pipeline.targets.loading import require_readable
 from pipeline.targets.spec import context_length, eos_token_ids
 from pipeline.training.methods import Package
 from pipeline.training.metrics import require_trackers
@@ -216,30 +215,6 @@ def check_served_copy(run: ResolvedRun) -> None:
             )
 
 
-def check_readers(run: ResolvedRun) -> None:
-    """Check that each engine can read the quantized target or served copy that it loads.
-
-    With RAY_ADDRESS set nothing is checked, since workers run on other machines.
-
-    Raises:
-        ConfigError: vLLM cannot read the format.
-        EnvironmentFault: transformers needs a package or a GPU that this machine lacks.
-    """
-    config = run.config
-    if os.environ.get("RAY_ADDRESS") or TARGET not in run.models:
-        return
-    used: list[tuple[str, str]] = [(config.features.engine, "features")]
-    if config.generate.mode != "passthrough":
-        used.append((config.generate.engine, "generate"))
-    used += [(name, ENGINE_SECTIONS[name]) for name in config.check.engines]
-    for engine, section in used:
-        on_gpu = run.gpus_of(section) > 0
-        require_readable(run.target, engine, on_gpu=on_gpu, where=TARGET)
-        copy = run.served_copies.get(engine)
-        if copy:
-            require_readable(copy, engine, on_gpu=on_gpu, where=SERVED)
-
-
 def check_method(run: ResolvedRun) -> None:
     """Raise ConfigError if the training method cannot train with these settings or this target."""
     if "train" in run.stages and TARGET in run.models:
@@ -358,7 +333,6 @@ CHECKS = (
     check_template,
     check_target,
     check_served_copy,
-    check_readers,
     check_method,
     check_acceptance,
     check_push,

@@ -22,7 +22,6 @@ from pipeline.targets.spec import (
     TargetSpec,
     model_config,
     one_line,
-    quantization_format,
     quantization_of,
 )
 
@@ -47,47 +46,6 @@ def require_gpus(num_gpus: int) -> None:
             "Set gpus_per_worker to what a node has (0 runs on the CPU), or install torch with"
             " CUDA.",
         )
-
-
-def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str) -> None:
-    """Check that an engine can read a quantized target's format, without loading the target.
-
-    For transformers, the format's own quantizer checks the packages and the GPU. vLLM checks them
-    only when it starts; here, only bitsandbytes is rejected, which vLLM 0.32 lacks.
-
-    Args:
-        engine: "vllm"; any other value means transformers.
-        where: The configuration key that names the target.
-
-    Raises:
-        ConfigError: vLLM cannot read the format.
-        EnvironmentFault: transformers needs a package or a GPU that this machine lacks.
-    """
-    from transformers.quantizers import AutoHfQuantizer
-
-    config = model_config(spec)
-    settings = quantization_of(config)
-    if settings is None:
-        return
-    if engine == "vllm":
-        if settings.get("quant_method") == "bitsandbytes":
-            raise ConfigError(
-                f"vLLM has no bitsandbytes, and {spec.model} is {quantization_format(config)}.",
-                where,
-                "Name another copy, or leave vllm out of check.engines and generate.engine.",
-            )
-        return
-    try:
-        quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
-        quantizer.validate_environment(device_map={"": 0 if on_gpu else "cpu"}, weights_only=True)
-    except Exception as error:  # each format has errors of its own
-        raise EnvironmentFault(
-            f"{spec.model} is {quantization_format(config)}, which transformers cannot read here:"
-            f" {one_line(error)}.",
-            where,
-            "Install the package that it names (those of GPTQ and AWQ conflict with vLLM's torch),"
-            " run on a GPU, or leave native out of check.engines.",
-        ) from error
 
 
 def _device_arguments(device: torch.device, num_gpus: int) -> dict[str, Any]:

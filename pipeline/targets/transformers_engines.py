@@ -29,7 +29,6 @@ from pipeline.targets.loading import input_device, load_on_gpus, verify_tap
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 
 MAX_BATCH_TOKENS = 65_536
-WINDOW_BATCHES = 16
 WINDOW_BYTES = 2 * 1024**3  # of states, which a caller that needs rows in order may have to hold
 
 
@@ -304,8 +303,8 @@ class TransformersFeatureEngine:
         """Yield the index and the hidden states [T_i, D] of each row of token ids, on the CPU.
 
         On a GPU, the next batch runs while the caller works. Rows are read in windows of
-        `WINDOW_BATCHES` batches, or of `WINDOW_BYTES` of states if that is less. Within a window,
-        longer rows come first. A tensor is a view of its batch's buffer.
+        `WINDOW_BYTES` of states. Within a window, longer rows come first. A tensor is a view of
+        its batch's buffer.
 
         Raises:
             EnvironmentFault: A batch does not fit into the GPU's memory.
@@ -335,8 +334,7 @@ class TransformersFeatureEngine:
         self, rows: Iterable[Sequence[int]]
     ) -> Iterator[tuple[list[int], list[Sequence[int]]]]:
         """Yield batches of rows of similar lengths: the indices and the token ids of the rows."""
-        tokens_in_bytes = WINDOW_BYTES // (self.hidden_size * self.dtype.itemsize)
-        num_tokens = min(WINDOW_BATCHES * self.tokens_per_batch, tokens_in_bytes)
+        num_tokens = WINDOW_BYTES // (self.hidden_size * self.dtype.itemsize)
         for window in _row_windows(rows, num_tokens):
             # longest first: memory runs out early if at all
             window.sort(key=lambda item: len(item[1]), reverse=True)

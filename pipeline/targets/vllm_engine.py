@@ -19,7 +19,6 @@ import logging
 import os
 import warnings
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,6 @@ from pipeline.targets.spec import (
     eos_token_ids,
     model_config,
     one_line,
-    quantization_of,
 )
 
 if TYPE_CHECKING:
@@ -144,7 +142,7 @@ class VLLMFeatureEngine:
         }
         self._running = RunningEngine(spec, arguments, gpus)
         self.hidden_size: int = self._running.llm.model_config.get_hidden_size()
-        self.dtype: torch.dtype = spec_for_vllm(spec, on_gpu=gpus > 0).torch_dtype
+        self.dtype: torch.dtype = spec.torch_dtype
         self._pooling = PoolingParams(task="token_embed")
         self._streams = 0
 
@@ -257,7 +255,6 @@ def engine_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> di
     """
     if "quantization" not in engine_args:
         _require_no_quantization(spec)
-    spec = spec_for_vllm(spec, on_gpu=gpus > 0)
     context = context_length(spec)
     arguments = {
         "model": spec.model,
@@ -289,7 +286,6 @@ def serving_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> d
             quantized by bitsandbytes, which vLLM does not have.
     """
     _require_no_quantization(spec)
-    spec = spec_for_vllm(spec, on_gpu=gpus > 0)
     arguments: dict[str, Any] = {
         "model": spec.model,
         "revision": spec.revision,
@@ -334,19 +330,6 @@ def _cpu_arguments(spec: TargetSpec, context: int) -> dict[str, Any]:
 def _cached_bytes(spec: TargetSpec) -> int:
     """Return the bytes of a token's keys and values."""
     return cached_numbers(model_config(spec)) * spec.torch_dtype.itemsize
-
-
-def spec_for_vllm(spec: TargetSpec, *, on_gpu: bool) -> TargetSpec:
-    """Return the target's spec with a dtype that vLLM can run.
-
-    On a CPU, vLLM cannot run GPTQ, AWQ, other packed weights and fp8 in float32; for these the
-    dtype is bfloat16.
-    """
-    settings = quantization_of(model_config(spec)) or {}
-    is_packed = settings.get("format") == "pack-quantized"
-    if not on_gpu and (is_packed or settings.get("quant_method") in ("gptq", "awq", "fp8")):
-        return replace(spec, dtype="bfloat16")
-    return spec
 
 
 def import_vllm() -> Any:

@@ -216,18 +216,6 @@ def test_two_different_ends_are_both_named(make_config, tmp_path, tiny_target):
     assert other in warning and tokenizer.eos_token in warning
 
 
-@pytest.mark.parametrize("key", ["check__served_model", "target__model"])
-def test_a_quantized_target_that_an_engine_cannot_read_is_refused(
-    make_config, tmp_path, tiny_target, key
-):
-    copy = shutil.copytree(tiny_target, tmp_path / "copy")
-    config = json.loads((copy / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="no bitsandbytes"):
-        check_run(resolved(make_config(tmp_path, **VLLM, **{key: str(copy)})))
-
-
 def test_a_check_alone_is_placed_where_its_engines_decode(make_config, tmp_path):
     for name in ("generate", "features", "train", "calibrate"):
         directory = tmp_path / "run" / f"{name}-0000"

@@ -10,13 +10,13 @@ import pytest
 
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets import vllm_engine
-from pipeline.targets.spec import TargetSpec, model_config
+from pipeline.targets.spec import model_config
 from pipeline.targets.vllm_engine import (
     VLLMGenerationEngine,
     engine_arguments,
     serving_arguments,
 )
-from tests.targets.conftest import CONTEXT, edit
+from tests.targets.conftest import CONTEXT
 
 
 def test_a_missing_vllm_is_an_environment_fault(random_target, monkeypatch):
@@ -55,17 +55,3 @@ def test_a_server_on_a_cpu_has_room_for_two_texts(random_target, monkeypatch):
 def test_a_server_on_gpus_leaves_memory_to_vllm(random_target):
     found = serving_arguments(random_target, {}, gpus=2)
     assert found["tensor_parallel_size"] == 2 and "max_model_len" not in found
-
-
-@pytest.mark.parametrize(
-    ("settings", "on_cpu"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, "bfloat16"),
-        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "float32"),
-    ],
-)
-def test_packed_weights_run_in_16_bits_on_a_cpu(copied, settings, on_cpu):
-    edit(copied / "config.json", quantization_config=settings)
-    spec = TargetSpec(str(copied))
-    assert engine_arguments(spec, {}, gpus=0)["dtype"] == on_cpu
-    assert engine_arguments(spec, {}, gpus=1)["dtype"] == "float32"
