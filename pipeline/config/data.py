@@ -56,8 +56,8 @@ class TargetConfig(Section):
     date: datetime.date = Field(
         datetime.date(2024, 7, 26),
         description=(
-            "Date for chat templates that ask for today's (`strftime_now`, as in Llama 3), so that"
-            " a run gives the same result on every day."
+            "Date for chat templates that ask for today's date (`strftime_now`, as in Llama 3)."
+            " With a fixed date, a run gives the same result on every day."
         ),
     )
 
@@ -125,21 +125,21 @@ class SeedsConfig(Section):
     """Settings of the seeds stage: sources of conversations, filters, splits and shards."""
 
     sources: tuple[SeedSource, ...] = Field(
-        description="Sources of the prompts; `seeds.sources=PATH` is shorthand for one."
+        description="Sources of the prompts; `seeds.sources=PATH` is shorthand for one source."
     )
     rows_per_shard: PositiveInt | Literal["auto"] = Field(
         "auto",
         description=(
-            "Conversations per shard, the unit of work and of resume. auto: an eighth of the rows,"
-            " at least 16 and at most 512; independent of the number of workers, which may change"
-            " on resume."
+            "Conversations per shard, the unit of work and of resume. auto: an eighth of the"
+            " rows, at least 16 and at most 512."
         ),
     )
     holdout: float = Field(
         0.1,
         description=(
-            "Fraction of the rows that is never trained on: half for calibrate, half for check. Of"
-            " up to 4,096 rows each has at least 8, and at least a twentieth of the rows up to 32."
+            "Fraction of the rows that is never trained on: half for calibrate, half for check."
+            " With up to 4,096 rows, each half has at least 8 rows, and at least a twentieth of"
+            " the rows up to 32."
         ),
         gt=0,
         lt=1,
@@ -148,15 +148,16 @@ class SeedsConfig(Section):
         True,
         description=(
             "Quarantine conversations that contain a question of `check.prompts`, if that is a"
-            " file. A change of the file that changes the seeds makes all stages run again; with a"
-            " source on the Hub, any change does."
+            " file. If another file changes the seeds, all stages run again. With a source on the"
+            " Hub, every change of the file changes the seeds."
         ),
     )
     special_tokens: Literal["escape", "keep"] = Field(
         "escape",
         description=(
             "Special tokens of the target in a seed's text, such as `</s>`. escape: the target"
-            " reads them as text; keep: as control tokens, as servers do."
+            " reads these tokens as text; keep: the target reads them as control tokens, as on"
+            " servers."
         ),
     )
 
@@ -205,13 +206,13 @@ class GenerateConfig(Section):
     samples: PositiveInt | Literal["auto"] = Field(
         "auto",
         description=(
-            "Answers to each training prompt, written independently; held-out prompts are answered"
-            " once. auto: 8 below 100 training conversations, 4 below 2,000, and 1 from there on."
+            "Answers to each training prompt; held-out prompts have one answer. auto: 8 below 100"
+            " training conversations, 4 below 2,000, and 1 from 2,000 on."
         ),
     )
     temperature: float = Field(
         0.7,
-        description="Sampling temperature of training rows; 0 is greedy. See also greedy_first.",
+        description="Sampling temperature of training rows; 0 is greedy. See also `greedy_first`.",
         ge=0,
     )
     greedy_first: bool = Field(

@@ -44,9 +44,9 @@ class CalibrateConfig(Section):
     nodes: PositiveInt | Literal["auto"] = Field(
         "auto",
         description=(
-            "Nodes of the tree, without the root. auto: the size with the highest speedup by the"
-            " overhead measured on the target's device; of sizes within 5 % of it, the one with the"
-            " highest product of speedup and acceleration rate."
+            "Nodes of the tree, without the root. auto: the size with the highest speedup, by the"
+            " overhead measured on the target's device. Among sizes within 5 % of that speedup,"
+            " the highest product of speedup and acceleration rate decides."
         ),
     )
     depth: PositiveInt | None = Field(
@@ -73,9 +73,9 @@ class CalibrateConfig(Section):
     draft_tokens: PositiveInt | Literal["auto"] = Field(
         "auto",
         description=(
-            "Tokens that vLLM drafts per step (num_speculative_tokens), a chain of the heads' first"
-            " guesses. auto: the number with the highest speedup by native overheads, chosen as"
-            " nodes are; one per head if choices is set."
+            "Tokens that vLLM drafts per step (num_speculative_tokens), a chain of the heads'"
+            " first guesses. auto: chosen by the same rule as `nodes`; one token per head if"
+            " `choices` is set."
         ),
     )
 
@@ -111,8 +111,9 @@ class CheckConfig(Section):
     prompts: PositiveInt | Path = Field(
         32,
         description=(
-            "Number of held-out conversations, with one answer each, drawn from every source and"
-            " category in its share; or a file of questions (MT-Bench, Spec-Bench), with all turns."
+            "Number of held-out conversations, with one answer each; every source and category"
+            " has its share. Or a file of questions (MT-Bench, Spec-Bench); the check asks every"
+            " turn."
         ),
     )
     max_new_tokens: PositiveInt = Field(
@@ -149,14 +150,15 @@ class CheckConfig(Section):
     )
     repeats: PositiveInt = Field(
         3,
-        description="Timed repetitions. The median is reported; in the study `load`, the fastest.",
+        description="Timed repetitions. The report shows the median; in the study `load`, the"
+        " fastest.",
     )
     baselines: tuple[BaselineName, ...] = Field(
         ("generate", "prompt-lookup"),
         description=(
             "Methods to compare the heads with: transformers' plain generate, its prompt lookup,"
-            " and its assisted generation with a smaller model; retrieval: trees of what followed"
-            " the same tokens in the run's training text."
+            " its assisted generation with a smaller model, and retrieval from the run's training"
+            " text (REST)."
         ),
     )
     engine_baselines: tuple[EngineBaseline, ...] = Field(
@@ -169,8 +171,8 @@ class CheckConfig(Section):
     draft_tokens: tuple[PositiveInt, ...] = Field(
         (),
         description=(
-            "Further numbers of tokens that vLLM drafts with the heads, at most three; the report"
-            " says which is fastest."
+            "Further numbers of tokens that vLLM drafts with the heads, at most three. The report"
+            " says which number is fastest."
         ),
         max_length=3,
     )
@@ -183,9 +185,9 @@ class CheckConfig(Section):
     served_model: str | None = Field(
         None,
         description=(
-            "Hub id or local directory of the copy of the target that will be served, such as a"
-            " GPTQ, AWQ, FP8, compressed-tensors or bitsandbytes one. The heads are also checked on"
-            " it, and its greedy text is compared with its own plain decoding."
+            "Hub id or local directory of the quantized copy of the target that you will serve."
+            " The heads are also checked on this copy, and its greedy text is compared with its"
+            " own plain decoding."
         ),
     )
     studies: tuple[StudyName, ...] = Field(
@@ -202,7 +204,7 @@ class CheckConfig(Section):
         1.0,
         description=(
             "The check fails if an engine's acceleration rate is lower. At 0, heads that have"
-            " learned nothing pass, too."
+            " learned nothing pass too."
         ),
         ge=0,
     )
@@ -218,8 +220,8 @@ class CheckConfig(Section):
     max_tie_share: float = Field(
         0.02,
         description=(
-            "The check fails if there are more ties than this share of the greedy tokens compared,"
-            " and more than one. The tokens of an answer count up to its first difference."
+            "The check fails if ties exceed this share of the greedy tokens compared, and there"
+            " is more than one tie. The tokens of an answer count up to its first difference."
         ),
         ge=0,
         le=1,
@@ -251,8 +253,8 @@ class ReportConfig(Section):
         True,
         description=(
             "Show two answers of the check in report.html, with the last 200 characters of their"
-            " prompts; false if these are private. report.md, report.json and model cards never"
-            " have text of the data."
+            " prompts. Set false if they are private. report.md, report.json and model cards never"
+            " contain text of the data."
         ),
     )
 

@@ -49,8 +49,8 @@ class RunConfig(Section):
     store: Path | None = Field(
         None,
         description=(
-            "Directory of the stage directories, which runs with the same store share. Default: the"
-            " run directory."
+            "Directory for the stage directories. Runs with the same store share them. Default:"
+            " the run directory."
         ),
     )
     seed: int = Field(0, description="Seed of sampling, splits and training.", ge=0)
@@ -73,7 +73,7 @@ class PlacementOf(Section):
     workers: PositiveInt | Literal["auto"] = Field(
         1,
         description=(
-            "Number of worker processes; auto: as many as fit, which without GPUs is one per node."
+            "Number of worker processes. auto: as many as fit; without GPUs, one per node."
         ),
     )
     gpus_per_worker: int | None = Field(
@@ -94,22 +94,23 @@ class PlacementConfig(Section):
         None,
         description=(
             "Nominal memory of each GPU in GB (80 for an H100, at least 1), to plan for GPUs that"
-            " this machine does not have. Default: that of this machine's GPUs."
+            " this machine does not have. Default: the memory of this machine's GPUs."
         ),
         ge=1,
     )
     gpu_tflops: PositiveFloat | None = Field(
         None,
         description=(
-            "Peak TFLOP/s of each GPU in the target's dtype, without sparsity (989.5 for an H100),"
-            " to estimate times; for GPUs that this machine does not have, give gpu_memory_gb too."
-            " Default: that of its data sheet, for common GPUs."
+            "Peak TFLOP/s of each GPU in the target's dtype, without sparsity (989.5 for an"
+            " H100), to estimate times. For GPUs that this machine does not have, set"
+            " `gpu_memory_gb` too. Default: the figure of the data sheet, for common GPUs."
         ),
     )
     gpu_bandwidth_gbs: PositiveFloat | None = Field(
         None,
         description=(
-            "Peak memory bandwidth of each GPU in GB/s (3350 for an H100); goes with gpu_tflops."
+            "Peak memory bandwidth of each GPU in GB/s (3350 for an H100); set it together with"
+            " `gpu_tflops`."
         ),
     )
 

@@ -43,8 +43,8 @@ class Eagle3Config(Section):
     layers: tuple[PositiveInt, ...] | Literal["auto", "last"] = Field(
         "auto",
         description=(
-            "Layers of the target whose output the heads read, counted from 1. auto: the three of"
-            " the paper, 2, n/2 and n-3 of n; last: the last layer alone, a third of the disk."
+            "Layers of the target that the heads read, counted from 1. auto: the paper's three"
+            " layers 2, n/2 and n-3 of n; last: only the last layer, a third of the disk space."
         ),
     )
     intermediate_size: PositiveInt | None = Field(
@@ -55,7 +55,8 @@ class Eagle3Config(Section):
         None,
         description=(
             "Query heads of the layer's attention, each of size 128, or 64 for a small target."
-            " Default: as many as the hidden size holds. Four share one key and value head."
+            " Default: as many as the hidden size holds. Four query heads share one key and value"
+            " head."
         ),
     )
 
@@ -84,8 +85,8 @@ class BackboneConfig(Section):
     lambda_0: float = Field(
         0.01,
         description=(
-            "Final weight of the heads' losses for the backbone. The heads themselves always learn"
-            " from the whole of their losses."
+            "Final weight of the heads' losses for the backbone. The heads themselves always"
+            " learn from their full losses."
         ),
         gt=0,
         le=1,
@@ -113,9 +114,9 @@ class BackboneConfig(Section):
     packed_tokens: PositiveInt | Literal["auto"] = Field(
         "auto",
         description=(
-            "Tokens up to which conversations share a sequence, at most sequence_length; a longer"
-            " conversation has its own. auto: short sequences of little text, for as many steps as"
-            " Medusa heads alone take."
+            "Conversations share a sequence up to this number of tokens, at most"
+            " `sequence_length`. A longer conversation has a sequence of its own. auto: shorter"
+            " sequences for little text, so that there are enough steps."
         ),
     )
     batch_sequences: PositiveInt | Literal["auto"] = Field(
@@ -174,9 +175,9 @@ class TrainConfig(Section):
         "recurrent",
         description=(
             "Kind of head. recurrent: one cell that also reads the tokens it has proposed; more"
-            " accepted tokens with fewer parameters. medusa: the paper's heads, each of which reads"
-            " only the target's state. eagle3: one decoder layer that attends to the whole text and"
-            " reads several layers of the target (medusa-1 alone)."
+            " accepted tokens with fewer parameters. medusa: the paper's heads, which read only"
+            " the target's state. eagle3: one decoder layer that attends to the whole text and"
+            " reads several layers of the target (medusa-1 only)."
         ),
     )
     method: str = Field(
@@ -189,8 +190,8 @@ class TrainConfig(Section):
     num_heads: int = Field(
         5,
         description=(
-            "K: how many tokens after the next one the heads predict; at most 128, vLLM's limit for"
-            " drafts."
+            "K: the number of tokens after the next token that the heads predict; at most 128,"
+            " vLLM's limit for drafts."
         ),
         ge=1,
         le=128,
@@ -233,9 +234,9 @@ class TrainConfig(Section):
     draft_vocab: PositiveInt | None = Field(
         None,
         description=(
-            "Number of tokens that heads can propose: those that the target wrote most often in the"
-            " train rows. The heads' lm_head has only their rows. Such recurrent heads decode"
-            " natively only. Default: all tokens."
+            "Number of tokens that heads can propose: the tokens that the target wrote most often"
+            " in the train rows. The heads' lm_head has only the rows of these tokens. Recurrent"
+            " heads with a draft vocabulary decode natively only. Default: all tokens."
         ),
     )
     noise: float = Field(
@@ -253,7 +254,7 @@ class TrainConfig(Section):
         "adamw", description="adamw-8bit stores the moments in 8 bit (bitsandbytes)."
     )
     max_grad_norm: PositiveFloat = Field(
-        1.0, description="The gradients of heads and of backbone are each clipped to this norm."
+        1.0, description="Maximum norm of the gradients. Heads and backbone are clipped separately."
     )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="auto: bf16 on a GPU, fp32 on a CPU. Master weights stay fp32."
@@ -269,8 +270,8 @@ class TrainConfig(Section):
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         ("tensorboard",),
         description=(
-            "Trackers for the curves, configuration and final figures of training, each logged with"
-            " its own library. Weights & Biases needs a login or WANDB_MODE=offline."
+            "Trackers for the curves, configuration and final figures of training. Weights &"
+            " Biases needs a login or WANDB_MODE=offline."
         ),
     )
     medusa: MedusaConfig = Field(
