@@ -98,12 +98,6 @@ def test_a_target_without_a_readable_licence_declares_none(card, tmp_path):
 # --- figures
 
 
-def test_a_speedup_that_other_load_made_is_left_out():
-    card = card_of(with_check(native={**NATIVE, "overhead": 0.9, "speedup": 2.5}))
-    labels = {row[0].split(" (")[0] for row in table_under(card, "Results")}
-    assert "acceleration rate" in labels and not {"overhead", "speedup"} & labels
-
-
 def test_categories_have_public_names():
     measured = {"prompts": 12, "acceleration_rate": 2.5, "speedup": 2.0}
     categories = [measured | {"category": name} for name in ("chats", "private")]

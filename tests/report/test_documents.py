@@ -218,21 +218,3 @@ def test_no_text_is_taken_for_markup_or_a_control_sequence(report, extras):
     text = printed(report, width=100)
     assert all(part in text for part in ("[red]x[/red] [link=a]", "[bold]", "[/nope]"))
     assert "\x1b" not in text and "\x07" not in text
-
-
-def test_methods_are_compared_by_category(report, extras):
-    rows = [
-        {"category": "math", "prompts": 2, "acceleration_rate": 1.5, "speedup": 1.25},
-        {"category": "poems", "prompts": 3, "acceleration_rate": 1.25},
-    ]
-    check = report["check"]
-    check["native"] |= {"categories": rows}
-    check["native"]["baselines"] = [{"name": "prompt-lookup", "categories": rows}]
-    one = {"name": "suffix", "categories": rows[:1]}
-    check["vllm"] |= {"methods": [{"name": "ngram", "categories": rows}, {"name": "heads"}, one]}
-    assert cells_of(texts(report, extras)["report.md"])["Categories"] == [
-        ["tokens per step", "math", "poems"],
-        ["heads", "1.50 (1.25x)", "1.25"],
-        ["prompt lookup", "1.50 (1.25x)", "1.25"],
-        ["vLLM: ngram", "1.50 (1.25x)", "1.25"],
-    ]

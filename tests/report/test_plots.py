@@ -3,33 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.report import plots
 from pipeline.report.report import CurvePoint
-
-paths = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
-
-
-@st.composite
-def trees(draw) -> list[tuple[int, ...]]:
-    """Paths closed under prefixes."""
-    leaves = draw(st.lists(paths, min_size=1, max_size=40))
-    return sorted({leaf[:depth] for leaf in leaves for depth in range(1, len(leaf) + 1)})
-
-
-@given(trees())
-def test_nodes_have_places_of_their_own_and_leaves_their_lines(choices):
-    places = plots.tree_layout(choices)
-    assert len(set(places.values())) == len(places) == len(choices) + 1
-    assert places[()] == (0, 0)
-    for node, (depth, line) in places.items():
-        assert depth == len(node)
-        assert not node or places[node[:-1]][1] <= line
-    parents = {node[:-1] for node in choices}
-    leaves = [node for node in choices if node not in parents]
-    assert sorted(places[leaf][1] for leaf in leaves) == list(range(len(leaves)))
 
 
 def texts_in(axes) -> list[str]:

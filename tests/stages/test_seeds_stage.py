@@ -17,7 +17,6 @@ from pipeline.conversations.conversation import Conversation, Message, Reason, R
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.splits import batch_into_shards, split_rows
 from pipeline.errors import DataError
-from pipeline.flow import run_flow
 from pipeline.report.report import Report, StageFigures
 from pipeline.report.warnings import report_warnings
 from pipeline.storage.shards import ShardWriter
@@ -215,18 +214,6 @@ def test_rows_of_which_generation_reads_the_same_are_one(made, tmp_path, setting
     assert summary["reasons"].get("duplicate", 0) == 240 - 40 * kept_of_each
 
 
-def test_the_files_of_a_directory_are_named(make_config, tmp_path):
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    save_seeds(folder / "a.jsonl", 30)
-    save_seeds(folder / "b.NDJSON", 35)
-    config = make_config(tmp_path, seeds__sources=[{"path": str(folder)}])
-    run = run_flow(config, until="seeds", executor="inline")
-    (source,) = latest(run, "seeds").summary["sources"]
-    read = {file["name"]: file["rows"] for file in source["read"]}
-    assert (source["source"], read) == ("mine", {"a.jsonl": 30, "b.NDJSON": 35})
-
-
 def test_rows_with_a_question_of_the_check_are_skipped(made, tmp_path, monkeypatch):
     """A file that finds no others changes nothing."""
     path, questions = save_seeds(tmp_path / "seeds.jsonl"), tmp_path / "bench.jsonl"
@@ -249,15 +236,3 @@ def test_rows_with_a_question_of_the_check_are_skipped(made, tmp_path, monkeypat
     assert whole.summary["rows"] == 41 and whole.path != clean.path
     assert against(asked, seeds__decontaminate=False).path == whole.path
     assert against(check__prompts=8).path == whole.path
-
-
-def test_on_the_hub_the_file_of_questions_itself_counts(again, tmp_path, monkeypatch):
-    rows = [{"prompt": f"q{n}"} for n in range(40)]
-    monkeypatch.setattr("pipeline.conversations.sources.hub_rows", lambda *_: iter(rows))
-    questions = tmp_path / "bench.jsonl"
-    hub = {"seeds__sources": [{"hub": "someone/chats"}], "check__prompts": str(questions)}
-    paths = []
-    for question in ("Something else", "Other", "Something else"):
-        questions.write_text(lines([question]))
-        paths.append(latest(again(until="seeds", **hub), "seeds").path)
-    assert paths[0] == paths[2] != paths[1]

@@ -104,17 +104,6 @@ def test_an_unreadable_record_is_not_absent(tmp_path):
     assert read_json(tmp_path / "absent.json") is None and read_json(tmp_path) is None
 
 
-def test_a_directory_whose_writing_was_interrupted_is_absent(tmp_path):
-    with (
-        pytest.raises(KeyboardInterrupt),
-        atomic_directory(tmp_path / "new" / "target") as unfinished,
-    ):
-        (unfinished / "config.json").write_text("{")
-        assert not (tmp_path / "new" / "target").exists()
-        raise KeyboardInterrupt
-    assert not list((tmp_path / "new").iterdir())
-
-
 def inode(path: Path) -> int:
     return path.stat().st_ino
 
