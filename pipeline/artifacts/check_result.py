@@ -66,22 +66,6 @@ class Difference:
 
 
 @result
-class LogitChange:
-    """The largest change of a target's logits between forwards of different shapes.
-
-    Attributes:
-        largest: The largest change of a logit; at least one rounding step.
-        rounding_step: The distance between neighbouring numbers of the logits' dtype, at their
-            size.
-        tokens: The number of places measured.
-    """
-
-    largest: float
-    rounding_step: float
-    tokens: int
-
-
-@result
 class Speed:
     """Decoding speed with heads and that of plain decoding (`baseline_…`).
 
@@ -105,13 +89,6 @@ class Category(Speed):
 
     category: str
     prompts: int
-
-
-@result
-class ChainRate(Speed):
-    """The acceleration rate of a top-1 chain, replayed on plain greedy answers."""
-
-    draft_tokens: int
 
 
 @result
@@ -148,10 +125,8 @@ class LoadRow(Speed):
     requests: int
     ttft_ms: Percentiles | None = None  # to the first token
     tpot_ms: Percentiles | None = None  # per further token
-    within_slo: float | None = None  # share of requests within `check.slo`
     baseline_ttft_ms: Percentiles | None = None
     baseline_tpot_ms: Percentiles | None = None
-    baseline_within_slo: float | None = None
 
 
 @result
@@ -168,7 +143,7 @@ class EngineFigures(Speed):
     acceleration_rate: float
     greedy_match: GreedyMatch
     tie_tolerance: float | None = None
-    logit_change: LogitChange | None = None  # from which the tolerance follows, unless it is set
+    logit_change: float | None = None  # from which the tolerance follows, unless it is set
     largest_gap: float | None = None  # of a token to the best logit, in differences that are no tie
     seen_share: float | None = None  # share of answers that are also in training rows
     new: NewAnswers | None = None
@@ -180,13 +155,12 @@ class NativeFigures(EngineFigures):
 
     prompts: int | None = None
     skipped_prompts: int | None = None
-    threads: int | None = None
     target_parameters: int | None = None
     acceptance: str | None = None
     temperature: float | None = None
     categories: list[Category] | None = None
     baselines: list[Baseline] | None = None
-    chain: ChainRate | None = None
+    chain_rate: float | None = None  # of vLLM's chain, replayed on plain answers
 
 
 @result

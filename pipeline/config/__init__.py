@@ -19,7 +19,6 @@ from pipeline.config.outcome import (
     CalibrateConfig,
     CheckConfig,
     ExportConfig,
-    LatencyLimits,
     PushConfig,
     ReportConfig,
 )

@@ -11,21 +11,8 @@ from pipeline.config.running import Section
 
 FormatName = Literal["expanded", "shared"]
 BaselineName = Literal["generate", "prompt-lookup", "assistant", "retrieval"]
-EngineBaseline = Literal["ngram", "draft-model", "suffix"]
+EngineBaseline = Literal["ngram", "draft-model"]
 StudyName = Literal["load"]
-
-
-class LatencyLimits(Section):
-    """Latency limits of requests in the load study (`check.studies`), in milliseconds."""
-
-    ttft_ms: float | None = Field(
-        None,
-        description="Limit of the time to the first token, in milliseconds.",
-        gt=0,
-    )
-    tpot_ms: float | None = Field(
-        None, description="Limit of the time per further token, in milliseconds.", gt=0
-    )
 
 
 Paths = Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)]
@@ -164,8 +151,8 @@ class CheckConfig(Section):
     engine_baselines: tuple[EngineBaseline, ...] = Field(
         ("ngram",),
         description=(
-            "Drafts without training to compare the heads with in vLLM: n-grams of the context, a"
-            " smaller model (assistant_model), suffixes (needs the package arctic-inference)."
+            "Drafts without training to compare the heads with in vLLM: n-grams of the context, or"
+            " a smaller model (assistant_model)."
         ),
     )
     draft_tokens: tuple[PositiveInt, ...] = Field(
@@ -193,12 +180,6 @@ class CheckConfig(Section):
     studies: tuple[StudyName, ...] = Field(
         (),
         description="Further measurements. load: vLLM as a server with 1 to 64 requests at once.",
-    )
-    slo: LatencyLimits = Field(
-        default_factory=LatencyLimits,
-        description=(
-            "Latency limits of a request; the load study reports the share of requests within them."
-        ),
     )
     min_acceleration_rate: float = Field(
         1.0,

@@ -58,9 +58,17 @@ def answer_lines(
     for prompt, answer, *others in zip(prompts, *repetitions, strict=True):
         name = prompt.conversation
         if name not in lines:
-            lines[name] = {**model_answer(name, model_id, []), "category": prompt.category or ""}
-            for key in ("decoding_steps", "new_tokens", "wall_time", "accept_lengths"):
-                lines[name]["choices"][0][key] = []
+            choice: Line = {"index": 0}
+            for key in ("turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths"):
+                choice[key] = []
+            lines[name] = {
+                "question_id": name,
+                "category": prompt.category or "",
+                "answer_id": f"{model_id}/{name}",
+                "model_id": model_id,
+                "choices": [choice],
+                "tstamp": time.time(),
+            }
         choice = lines[name]["choices"][0]
         seconds = [each.seconds_prefill + each.seconds for each in (answer, *others)]
         choice["turns"].append(tokenizer.decode(answer.token_ids, skip_special_tokens=True).strip())
@@ -69,17 +77,6 @@ def answer_lines(
         choice["wall_time"].append(statistics.median(seconds))
         choice["accept_lengths"] += answer.accepted
     return list(lines.values())
-
-
-def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> Line:
-    """Return a model's answers to the turns of a question, in the schema of FastChat's judge."""
-    return {
-        "question_id": question_id,
-        "answer_id": f"{model_id}/{question_id}",
-        "model_id": model_id,
-        "choices": [{"index": 0, "turns": turns}],
-        "tstamp": time.time(),
-    }
 
 
 def samples(

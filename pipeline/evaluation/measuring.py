@@ -178,7 +178,9 @@ def measure_heads(
             answers.update(lines)
     result = join_engines(results)
     if result.vllm is not None and result.native is not None:
-        result = replace(result, vllm=with_expectations(result.vllm, result.native.chain, None))
+        result = replace(
+            result, vllm=with_expectations(result.vllm, result.native.chain_rate, None)
+        )
     limits = Limits(
         min_rate=settings.min_acceleration_rate,
         max_tie_share=settings.max_tie_share,

@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING
 
 from pipeline.artifacts.check_result import (
     Baseline,
-    ChainRate,
     CheckResult,
-    LogitChange,
     NativeFigures,
 )
 from pipeline.artifacts.json_form import rounded
 from pipeline.decoding.acceptance import greedy_acceptance
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
-from pipeline.decoding.held_out import HeldOutRanks, replay
+from pipeline.decoding.held_out import replay
 from pipeline.decoding.tree import cartesian_tree
-from pipeline.evaluation.answer_states import answer_states, guess_ranks
+from pipeline.evaluation.answer_ranks import answer_ranks
 from pipeline.evaluation.answers import AnswerLines, answer_lines, samples
 from pipeline.evaluation.drafted import RETRIEVAL, require_training_text, retrieval_baseline
 from pipeline.evaluation.overhead import fastest_threads
@@ -81,7 +79,7 @@ class Measurement:
     passes: list[Pass]
     greedy_passes: list[Pass]
     failed: dict[str, str]
-    change: LogitChange
+    change: float
 
     def comparison(self, method: str) -> Comparison:
         """Compare a method's greedy answers with plain decoding's, in the first repetition."""
@@ -135,17 +133,14 @@ def check_native(
         else:
             baselines[name] = baseline(name, model, eos, settings.max_new_tokens, request.assistant)
     endless = plain_decoder(model, eos_token_ids=(), max_length=room)
-    with fastest_threads(endless, prompts[0].ids) as threads:
+    with fastest_threads(endless, prompts[0].ids):
         measured = decode_check_prompts(request, plain, accelerated, baselines, progress)
         greedy = token_ids(measured.greedy_passes[0][PLAIN])
-        states = answer_states(model, heads, prompts, greedy)
-        ranks = guess_ranks(heads, states, 1)
-        chain = chain_rate(ranks, layout.num_speculative_tokens)
+        ranks = answer_ranks(model, heads, prompts, greedy, 1)
+        chain = cartesian_tree([1] * layout.num_speculative_tokens)
         comparison = measured.comparison(ACCELERATED)
         figures = native_figures(measured, comparison)
-    figures = replace(figures, chain=chain)
-    if not request.gpus:
-        figures = replace(figures, threads=threads)
+    figures = replace(figures, chain_rate=rounded(replay(ranks, chain).acceleration_rate))
     tokenizer = load_tokenizer(target)
     answers = {}
     for side, method in ((PLAIN, PLAIN), (ACCELERATED, layout.shape.kind)):
@@ -212,22 +207,8 @@ def decode_check_prompts(
     return Measurement(request, plain.model, passes, greedy_passes, failed, change)
 
 
-def chain_rate(ranks: HeldOutRanks, num_tokens: int) -> ChainRate:
-    """Compute the acceleration rate of vLLM's chain of `num_tokens` first guesses.
-
-    The answers of `ranks` are replayed with the chain. The rate is None if every answer ended with
-    its first token.
-    """
-    found = replay(ranks, cartesian_tree([1] * num_tokens)).estimate()
-    return ChainRate(
-        draft_tokens=num_tokens,
-        acceleration_rate=rounded(found.rate),
-        standard_error=rounded(found.standard_error),
-    )
-
-
 def native_figures(measured: Measurement, comparison: Comparison) -> NativeFigures:
-    """Compute the native check's figures (`check.native`), except `threads` and `chain`."""
+    """Compute the native check's figures (`check.native`), except `chain_rate`."""
     request = measured.request
     passes = measured.passes
     settings = request.settings

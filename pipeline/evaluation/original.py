@@ -1,4 +1,4 @@
-"""Compare a tuned backbone with the original target: drift, and the original's answers.
+"""Compare a tuned backbone with the original target: its drift.
 
 Drift is measured on the exported weights, that is, after the adapter was merged and the weights
 were rounded. Both models read the same held-out rows, one model after the other. The original's
@@ -9,77 +9,39 @@ Letters: T answer tokens, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
 from pipeline.artifacts.check_result import TunedDrift
 from pipeline.artifacts.drawn_rows import draw_rows
 from pipeline.artifacts.generated_rows import TokenRow
-from pipeline.config import CheckConfig
-from pipeline.conversations.conversation import Conversation, RowRejected
 from pipeline.conversations.fair_draw import id_hash
-from pipeline.evaluation.answer_files import Line
-from pipeline.evaluation.answer_states import Answers
-from pipeline.evaluation.answers import log_probabilities, model_answer
-from pipeline.evaluation.prompts import Prompt, ask_questions, question_ids
+from pipeline.evaluation.answers import log_probabilities
+from pipeline.evaluation.prompts import Prompt
 from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.targets.loading import load_on_gpus
-from pipeline.targets.spec import TargetSpec, load_tokenizer
+from pipeline.targets.spec import TargetSpec
 from pipeline.training.backbone_losses import Drift
+
+Answers = list[tuple[Prompt, list[int]]]  # each prompt, and the token ids of its answer
 
 MAX_POSITIONS = 2048  # gives a KL of 0.01 to about 10 %; takes 1 GB at V = 128k
 NUM_CONVERSATIONS = 64
-ORIGINAL = "original"
-
-
-def compare_with_original(
-    original: TargetSpec,
-    published: TargetSpec,
-    answers: Answers,
-    questions: Sequence[Conversation],
-    settings: CheckConfig,
-    gpus: int,
-    name: str,
-    progress: ProgressReporter = SILENT,
-) -> tuple[TunedDrift, list[Line]]:
-    """Measure the exported backbone's drift, and let the original answer the check's questions.
-
-    Args:
-        original, published: The model before it was tuned, and the exported one, both with a
-            context that the questions fit into.
-        answers: Held-out text to measure the drift on, see `drift_answers`.
-        questions: The check's questions, which the original answers; may be empty.
-        gpus: The number of GPUs that each model spans; 0 is the CPU.
-        name: The target's name in files of answers.
-
-    Returns:
-        The drift, and the original's answers in FastChat's schema. Questions without a usable
-            answer are left out.
-    """
-    drift = published_drift(original, published, answers, gpus)
-    tokenizer = load_tokenizer(original)
-    lines = []
-    dialogues = ask_questions(original, questions, settings, "transformers", gpus, progress)
-    for question, dialogue in zip(question_ids(questions), dialogues, strict=True):
-        texts = []
-        with contextlib.suppress(RowRejected):  # it has no answer
-            for row in dialogue.rows():
-                for span in row.spans:
-                    ids = row.input_ids[span.start : span.end]
-                    texts.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
-            lines.append(model_answer(question, f"{name}-{ORIGINAL}", texts))
-    return drift, lines
 
 
 @torch.inference_mode()
 def published_drift(
-    original: TargetSpec, published: TargetSpec, text: Answers, gpus: int = 0
+    original: TargetSpec,
+    published: TargetSpec,
+    text: Answers,
+    gpus: int = 0,
+    progress: ProgressReporter = SILENT,
 ) -> TunedDrift:
     """Measure the published model's drift from the original on answers and their prompts."""
     prompts = [prompt for prompt, _ in text]
     answers = [answer for _, answer in text]
+    progress.begin("drift of the tuned model", 0)
     model = load_on_gpus(original, gpus)
     expected = [log_p_TV.cpu() for log_p_TV in log_probabilities(model, prompts, answers)]
     del model

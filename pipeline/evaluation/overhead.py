@@ -141,8 +141,8 @@ def lower_quartile(seconds: Sequence[float]) -> float:
 
 
 @contextlib.contextmanager
-def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
-    """Context manager: set and yield the number of CPU threads at which plain steps are fastest.
+def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[None]:
+    """Context manager: set the number of CPU threads at which plain steps are fastest.
 
     The earlier number is restored at the end. On a GPU nothing is changed. All threads, half of
     them, a quarter and so on to 1 are tried in turns. If steps take `LONG_STEP` or longer, all
@@ -152,7 +152,7 @@ def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
     """
     most = torch.get_num_threads()
     if plain.device.type != "cpu":
-        yield most
+        yield
         return
     seconds: dict[int, list[float]] = {
         most >> halvings: [] for halvings in range(most.bit_length())
@@ -167,6 +167,6 @@ def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
                     taken += step_seconds(plain, prompt_ids)
             best = min(seconds, key=lambda threads: lower_quartile(seconds[threads]))
         torch.set_num_threads(best)
-        yield best
+        yield
     finally:
         torch.set_num_threads(most)

@@ -175,47 +175,12 @@ def question_prompts(
         engine: The engine that answers; it takes all questions at once, and is not started if every
             question has one turn.
     """
-    dialogues = ask_questions(
-        target, questions, settings, engine, gpus, progress, answers_last=False
-    )
-    room = context_length(target) - settings.max_new_tokens
-    num_turns = 0
-    kept = []
-    for question, name, dialogue in zip(questions, question_ids(questions), dialogues, strict=True):
-        num_turns += sum(message.role == "user" for message in question.messages)
-        for turn, ids in enumerate(dialogue.prompts()):
-            if len(ids) <= room:
-                kept.append(Prompt(f"{question.id}/{turn}", ids, question.category, name))
-    return Prompts(kept, num_turns - len(kept))
-
-
-def ask_questions(
-    target: TargetSpec,
-    questions: Sequence[Conversation],
-    settings: CheckConfig,
-    engine: EngineName,
-    gpus: int,
-    progress: ProgressReporter,
-    *,
-    answers_last: bool = True,
-) -> list[Dialogue]:
-    """Ask the target every turn of the check's questions; return the finished dialogues.
-
-    Args:
-        engine: The engine that answers; it takes all questions at once, and is not started if there
-            is nothing to answer.
-        answers_last: Whether the target answers the last turn of a question too.
-    """
     template = load_chat_template(target)
     sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
     if rule_of(settings).samples:
         sampling = replace(sampling, temperature=settings.temperature, top_p=settings.top_p)
     replay = DialogueSettings(
-        "replay",
-        sampling,
-        context_length(target),
-        ends_at_flaws=False,
-        answers_last=answers_last,
+        "replay", sampling, context_length(target), ends_at_flaws=False, answers_last=False
     )
     dialogues = [Dialogue(question, template, replay) for question in questions]
     if any(dialogue.needs_answers for dialogue in dialogues):
@@ -226,7 +191,15 @@ def ask_questions(
             run_dialogues(dialogues, running, progress.update)
     else:
         run_dialogues(dialogues, None)
-    return dialogues
+    room = context_length(target) - settings.max_new_tokens
+    num_turns = 0
+    kept = []
+    for question, name, dialogue in zip(questions, question_ids(questions), dialogues, strict=True):
+        num_turns += sum(message.role == "user" for message in question.messages)
+        for turn, ids in enumerate(dialogue.prompts()):
+            if len(ids) <= room:
+                kept.append(Prompt(f"{question.id}/{turn}", ids, question.category, name))
+    return Prompts(kept, num_turns - len(kept))
 
 
 def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:

@@ -23,7 +23,6 @@ import numpy as np
 
 from pipeline.artifacts.check_result import (
     HEADS,
-    ChainRate,
     CheckResult,
     LoadRow,
     Percentiles,
@@ -32,7 +31,6 @@ from pipeline.artifacts.check_result import (
 from pipeline.artifacts.json_form import rounded
 from pipeline.artifacts.seen_answers import NewAnswers
 from pipeline.artifacts.tree_file import ChainLength
-from pipeline.config import LatencyLimits
 from pipeline.evaluation.prompts import CheckRequest
 from pipeline.evaluation.served_figures import (
     load_rows_of_check,
@@ -161,7 +159,7 @@ def drafting_arguments(request: CheckRequest) -> Content:
 
 
 def with_expectations(
-    found: VllmFigures, same_text: ChainRate | None, held_out: ChainLength | None
+    found: VllmFigures, same_text: float | None, held_out: ChainLength | None
 ) -> VllmFigures:
     """Return vLLM's figures with the acceleration rates expected of its chain.
 
@@ -171,7 +169,7 @@ def with_expectations(
         held_out: The chain's rate on calibration's text; None if the prompts are of another kind.
     """
     if same_text is not None:
-        found = replace(found, same_text_acceleration_rate=same_text.acceleration_rate)
+        found = replace(found, same_text_acceleration_rate=same_text)
     if held_out is None:
         return found
     rate = held_out.expected_acceleration_rate
@@ -215,14 +213,13 @@ def load_study(
         if isinstance(figures, str):
             failed[name] = figures
         else:
-            rows += load_rows(plain, figures, settings.slo, name)
+            rows += load_rows(plain, figures, name)
     return rows, failed
 
 
 def load_rows(
     plain: Sequence[LoadFigures],
     with_method: Sequence[LoadFigures],
-    limits: LatencyLimits,
     method: str = HEADS,
 ) -> list[LoadRow]:
     """Build the load study's rows of a method from its server's figures and the plain server's."""
@@ -239,11 +236,9 @@ def load_rows(
                 tokens_per_second=rounded(after.speed),
                 ttft_ms=_percentiles(after.ttft),
                 tpot_ms=_percentiles(after.tpot),
-                within_slo=_share_within_limits(limits, after),
                 baseline_tokens_per_second=rounded(before.speed),
                 baseline_ttft_ms=_percentiles(before.ttft),
                 baseline_tpot_ms=_percentiles(before.tpot),
-                baseline_within_slo=_share_within_limits(limits, before),
             )
         )
     return rows
@@ -259,16 +254,3 @@ def _percentiles(seconds: Sequence[float | None]) -> Percentiles:
         return Percentiles()
     p50, p90, p99 = np.percentile(times_N, (50, 90, 99)).tolist()
     return Percentiles(p50=rounded(p50), p90=rounded(p90), p99=rounded(p99))
-
-
-def _share_within_limits(limits: LatencyLimits, measured: LoadFigures) -> float | None:
-    """Compute the share of requests within the latency limits; None if no limit is set."""
-    if not limits.ttft_ms and not limits.tpot_ms:
-        return None
-    within = 0
-    for ttft, tpot in zip(measured.ttft, measured.tpot, strict=True):
-        first_in_time = 1000 * ttft <= (limits.ttft_ms or math.inf)
-        # An answer of one token has no further ones that could be late.
-        others_in_time = tpot is None or 1000 * tpot <= (limits.tpot_ms or math.inf)
-        within += first_in_time and others_in_time
-    return round(within / len(measured.ttft), 4)

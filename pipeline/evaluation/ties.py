@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.check_result import Difference, GreedyMatch, LogitChange
+from pipeline.artifacts.check_result import Difference, GreedyMatch
 from pipeline.config import CheckConfig
 from pipeline.decoding.steps import last_logits, last_positions
 from pipeline.evaluation.prompts import Prompt, spread
@@ -68,11 +68,11 @@ class Comparison:
         return float(f"{max(gaps):.3g}") if gaps else None
 
 
-def tie_tolerance(change: LogitChange, settings: CheckConfig) -> float:
+def tie_tolerance(change: float, settings: CheckConfig) -> float:
     """Return how far below the best logit the chosen tokens of a tie may be."""
     if settings.tie_tolerance is not None:
         return settings.tie_tolerance
-    return 2 * change.largest
+    return 2 * change
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
@@ -133,7 +133,7 @@ def below_best(model: PreTrainedModel, prefix: list[int], tokens: list[int]) -> 
     return (logits_V.max() - logits_V[tokens]).tolist()
 
 
-def logit_change(places: Iterable[Sequence[Logits]], dtype: torch.dtype) -> LogitChange:
+def logit_change(places: Iterable[Sequence[Logits]], dtype: torch.dtype) -> float:
     """Compute δ from the logits of the same places in forwards of different shapes.
 
     Args:
@@ -141,16 +141,14 @@ def logit_change(places: Iterable[Sequence[Logits]], dtype: torch.dtype) -> Logi
         dtype: The dtype of the logits.
     """
     change = largest = 0.0
-    num_places = 0
     for forwards in places:
-        num_places += 1
         for token in set.intersection(*map(set, forwards)):
             logits = [each[token] for each in forwards]
             change = max(change, max(logits) - min(logits))
             largest = max(largest, *map(abs, logits))
     _, exponent = math.frexp(largest)
     step = math.ldexp(torch.finfo(dtype).eps, exponent - 1)
-    return LogitChange(largest=max(change, step), rounding_step=step, tokens=num_places)
+    return max(change, step)
 
 
 def measured_rows(prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> list[int]:
@@ -163,7 +161,7 @@ def measured_rows(prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -
 @torch.inference_mode()
 def native_logit_change(
     model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
-) -> LogitChange:
+) -> float:
     """Measure δ in transformers, on a few of plain decoding's answers.
 
     Each answer is read in four shapes: the whole text in one forward, alone and in a batch of
@@ -240,7 +238,7 @@ class VllmLogits:
                     self._differences.append(request)
         self.batches = [texts, *([text] for text in texts), read, self._differences]
 
-    def change(self, found: Sequence[Sequence[LogitAnswer]], dtype: torch.dtype) -> LogitChange:
+    def change(self, found: Sequence[Sequence[LogitAnswer]], dtype: torch.dtype) -> float:
         """Compute δ from vLLM's logits for `batches`."""
         at_once, *alone, read, _ = found
         forwards: dict[tuple[int, int], list[Logits]] = {}

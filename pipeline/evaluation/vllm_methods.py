@@ -3,7 +3,6 @@
     ngram        the tokens that followed the last tokens of the context, where these occurred
                  before (prompt lookup)
     draft-model  a smaller model with the same vocabulary (`check.assistant_model`)
-    suffix       a suffix tree of the context (SuffixDecoding, package arctic-inference)
     heads with N drafts  the heads with another number of draft tokens (`check.draft_tokens`)
 
 Every method writes the target's greedy text. A method that fails is left out with its reason.
@@ -11,18 +10,14 @@ Every method writes the target's greedy text. A method that fails is left out wi
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 from pipeline.artifacts.check_result import HEADS
 from pipeline.config import CheckConfig
-from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.errors import ConfigError
 from pipeline.evaluation.prompts import CheckRequest
 from pipeline.export.layout import Content, read_layout
 
 DRAFTED = 4  # tokens per step of a method without heads
 LONGEST_NGRAM = 3
-LONGEST_SUFFIX_DRAFT = 32
 
 
 def heads_config(request: CheckRequest) -> Content:
@@ -48,19 +43,12 @@ def compared_configs(request: CheckRequest) -> dict[str, Content]:
                 "prompt_lookup_max": LONGEST_NGRAM,
                 "prompt_lookup_min": 1,
             }
-        elif name == "draft-model":
+        else:
             assert request.assistant is not None, "CheckConfig asks for both"
             config = {
                 "method": "draft_model",
                 "model": request.assistant.model,
                 "num_speculative_tokens": DRAFTED,
-            }
-        else:
-            config = {
-                "method": "suffix",
-                "num_speculative_tokens": LONGEST_SUFFIX_DRAFT,
-                # Else repeated prompts find the answers of earlier repeats.
-                "suffix_decoding_max_cached_requests": 0,
             }
         found[name] = config
     return found
@@ -68,10 +56,7 @@ def compared_configs(request: CheckRequest) -> dict[str, Content]:
 
 def longest_draft(settings: CheckConfig) -> int:
     """Return how many tokens the compared methods draft in a step at most."""
-    drafts = [*settings.draft_tokens]
-    for name in settings.engine_baselines:
-        drafts.append(LONGEST_SUFFIX_DRAFT if name == "suffix" else DRAFTED)
-    return max(drafts, default=0)
+    return max([*settings.draft_tokens, DRAFTED])
 
 
 def require_methods(settings: CheckConfig, max_draft_tokens: int) -> None:
@@ -79,8 +64,6 @@ def require_methods(settings: CheckConfig, max_draft_tokens: int) -> None:
 
     Raises:
         ConfigError: The heads propose fewer tokens than `check.draft_tokens` asks for.
-        EnvironmentFault: The package of `suffix` is not installed. With RAY_ADDRESS set this is
-            not checked.
     """
     if "vllm" not in settings.engines:
         return
@@ -90,11 +73,4 @@ def require_methods(settings: CheckConfig, max_draft_tokens: int) -> None:
             f"These heads propose {max_draft_tokens} tokens in a row, and {longest} are asked for.",
             "check.draft_tokens",
             "Lower it or raise train.num_heads.",
-        )
-    is_missing = importlib.util.find_spec("arctic_inference") is None
-    if "suffix" in settings.engine_baselines and is_missing and not os.environ.get("RAY_ADDRESS"):
-        raise EnvironmentFault(
-            "arctic-inference is not installed here, and vLLM needs it to draft by suffixes.",
-            "check.engine_baselines",
-            "Install it (`pip install arctic-inference`, which builds it), or leave out suffix.",
         )

@@ -33,18 +33,12 @@ class Repeats:
 
     @classmethod
     def of(
-        cls,
-        method: str,
-        speed: float | None,
-        slowest_to_fastest: list[float] | None,
-        within_slo: float | None = None,
+        cls, method: str, speed: float | None, slowest_to_fastest: list[float] | None
     ) -> Repeats:
-        """Return a method's speed, of which the share `within_slo` counts; None counts all."""
+        """Return a method's speed with the range of its repeats."""
         speed = speed or 0.0
         slowest, fastest = slowest_to_fastest or (speed, speed)
-        share = 1.0 if within_slo is None else within_slo
-        is_single = slowest_to_fastest is None
-        return cls(method, share * speed, share * slowest, share * fastest, is_single)
+        return cls(method, speed, slowest, fastest, slowest_to_fastest is None)
 
     @classmethod
     def of_heads(cls, found: Speed) -> Repeats:

@@ -1,8 +1,7 @@
 """What to serve in vLLM: one recommendation for each number of requests at once.
 
-A method whose greedy text is not the target's is never chosen, and a speed counts as far as its
-requests are within `check.slo`. Of methods within each other's repeats the simplest is chosen:
-plain decoding before drafts without heads, and these before heads.
+A method whose greedy text is not the target's is never chosen. Of methods within each other's
+repeats the simplest is chosen: plain decoding before drafts without heads, and these before heads.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.artifacts.check_result import HEADS, PLAIN, LoadRow, ServedMethod, VllmFigures
-from pipeline.formatting import UNKNOWN, count, percent, ratio
+from pipeline.formatting import UNKNOWN, count, ratio
 from pipeline.report.facts import greedy_matches, rough_note
 from pipeline.report.report import Report
 from pipeline.report.speeds import Repeats, speed_cell
@@ -24,12 +23,12 @@ SERVE = "medusa-distill serve RUN_DIR"
 
 @dataclass(frozen=True)
 class Advice:
-    """What to serve with `requests` at once, in words; without a method, why none is named."""
+    """What to serve with `requests` at once, in words, and the command that serves it."""
 
     requests: int
     text: str
-    method: str | None = None
-    command: str | None = None
+    method: str
+    command: str
 
     @property
     def line(self) -> str:
@@ -64,24 +63,15 @@ def serving_advice(report: Report) -> list[Advice]:
 def _advice(requests: int, rows: Sequence[LoadRow], methods: dict[str, ServedMethod]) -> Advice:
     """Return what to serve at one load, whose rows are those of all methods."""
     first = rows[0]
-    plain = Repeats.of(
-        PLAIN,
-        first.baseline_tokens_per_second,
-        first.baseline_range,
-        first.baseline_within_slo,
-    )
+    plain = Repeats.of(PLAIN, first.baseline_tokens_per_second, first.baseline_range)
     measured = [plain]
     for row in rows:
         method = methods[row.method]
         match = method.greedy_match
         if not method.failed and (match is None or not match.differing):
-            measured.append(
-                Repeats.of(row.method, row.tokens_per_second, row.range, row.within_slo)
-            )
+            measured.append(Repeats.of(row.method, row.tokens_per_second, row.range))
     measured.sort(key=lambda each: -each.speed)
     fastest = measured[0]
-    if not fastest.speed:
-        return Advice(requests, "no request is within check.slo.")
     served = min(
         (each for each in measured if each.overlaps(fastest)),
         key=lambda each: _complexity(each.method),
@@ -89,9 +79,7 @@ def _advice(requests: int, rows: Sequence[LoadRow], methods: dict[str, ServedMet
     if served is plain:
         text = "plain vLLM"
     else:
-        text = served.method
-        if plain.speed:
-            text += f", {served.over(plain)} plain ({served.range_over(plain)})"
+        text = f"{served.method}, {served.over(plain)} plain ({served.range_over(plain)})"
     for other in measured:
         if other is not served and other.overlaps(served):
             figures = f"{other.over(served)}, {other.range_over(served)}"
@@ -144,10 +132,8 @@ def what_to_serve_table(report: Report) -> Table:
     for row in load_rows(report):
         if row.method == HEADS:
             table.columns.append(f"tokens/s, {count(row.requests)} at once")
-            speed = speed_cell(row.baseline_tokens_per_second, row.baseline_range)
-            plain.append(speed + _in_time(row.baseline_within_slo))
-        speed = speed_cell(row.tokens_per_second, row.range)
-        cells[row.method].append(speed + _in_time(row.within_slo))
+            plain.append(speed_cell(row.baseline_tokens_per_second, row.baseline_range))
+        cells[row.method].append(speed_cell(row.tokens_per_second, row.range))
     for row_cells in cells.values():
         if len(row_cells) > 3:
             table.add(*row_cells)
@@ -181,8 +167,3 @@ def _commands(advice: Sequence[Advice]) -> list[str]:
     return [
         f"{command}  # {', '.join(of_command)} at a time" for command, of_command in loads.items()
     ]
-
-
-def _in_time(within_slo: float | None) -> str:
-    """Format the share of requests within `check.slo` as an addition to a speed."""
-    return "" if within_slo is None else f", {percent(within_slo)} in time"

@@ -12,8 +12,7 @@ A changed limit is applied to the stored result without decoding again. All engi
 prompts. The result of one engine is kept if another one fails.
 
 `answers/plain.jsonl` and `answers/KIND.jsonl` hold the native answers without and with heads, in
-Spec-Bench's schema. For a file of questions, `model_answer/MODEL.jsonl` holds the answers as
-FastChat's judge reads them, and for a tuned backbone also those of the original target.
+Spec-Bench's schema, which FastChat's judge reads too.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ from pipeline.config.load import validate
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.sources import read_questions
-from pipeline.evaluation.answer_files import write_answers, write_model_answers
+from pipeline.evaluation.answer_files import write_answers
 from pipeline.evaluation.measuring import AnswerLines, check_with_engine, join_engines
-from pipeline.evaluation.original import compare_with_original, drift_answers
+from pipeline.evaluation.original import drift_answers, published_drift
 from pipeline.evaluation.prompts import (
     CheckRequest,
     Prompts,
@@ -74,7 +73,7 @@ from pipeline.targets.spec import (
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 32
+VERSION = 33
 FIGURES = {
     "native.acceleration_rate": "native acceleration rate",
     "native.speedup": "native speedup",
@@ -91,10 +90,7 @@ def identity(context: Context) -> Identity:
     """
     check_files(context.resolved)
     check = context.config.check
-    unread = set(LIMITS)
-    if "load" not in check.studies:
-        unread.add("slo")
-    settings = check.model_dump(mode="json", exclude=unread)
+    settings = check.model_dump(mode="json", exclude=LIMITS)
     if isinstance(check.prompts, Path):
         settings["prompts"] = context.digests.of(check.prompts)
     copies = context.resolved.served_copies
@@ -163,9 +159,6 @@ class CheckEngines:
             return from_json(CheckResult, stored)
         result, answers = self.measure(request, engine)
         write_answers(self.stage.path, answers)
-        if self.questions is not None:
-            for lines in answers.values():
-                write_model_answers(self.stage.path, lines)
         write_json(file, to_json(result))
         return result
 
@@ -178,7 +171,7 @@ class CheckEngines:
         held_out, chain = None, None
         assert result.vllm is not None
         if result.native is not None:
-            chain = result.native.chain
+            chain = result.native.chain_rate
         if self.questions is None:
             calibration = read_calibration(self.context.upstream["calibrate"].path)
             held_out = calibration.chain[calibration.num_speculative_tokens - 1]
@@ -208,24 +201,15 @@ class CheckEngines:
         return replace(result, served_model=served, differing=result.differing + differing)
 
     def drift_of_published(self) -> TunedDrift:
-        """Measure the drift of the exported backbone from the original target.
-
-        If the prompts are a file of questions, the original target answers them too, and these
-        answers are written to the stage directory.
-        """
+        """Measure the drift of the exported backbone from the original target."""
         context, settings = self.context, self.context.config.check
-        drift, lines = self.call(
-            compare_with_original,
+        return self.call(
+            published_drift,
             "native",
             original=with_room(context.target, settings),
             published=with_room(context.backbone("export"), settings),
-            answers=drift_answers(_generated_rows(context), context.resolved.context),
-            questions=self.questions or [],
-            settings=settings,
-            name=Path(context.config.target.model).name,
+            text=drift_answers(_generated_rows(context), context.resolved.context),
         )
-        write_model_answers(self.stage.path, lines)
-        return drift
 
 
 def _generated_rows(context: Context) -> Iterator[TokenRow]:

@@ -25,13 +25,10 @@ OWN = Calibration(
     num_speculative_tokens=1,
     chain=[ChainLength(draft_tokens=1, expected_acceleration_rate=1.5, new=NewAnswers(answers=2))],
 )
-SEARCHED = replace(OWN, searched=((0,), (1,)))
-DYNAMIC = replace(SEARCHED, dynamic=DynamicTree(2, 2, 3))
+DYNAMIC = replace(OWN, dynamic=DynamicTree(2, 2, 3))
 
 
-@pytest.mark.parametrize(
-    "calibration", [OWN, SEARCHED, DYNAMIC], ids=["own", "searched", "dynamic"]
-)
+@pytest.mark.parametrize("calibration", [OWN, DYNAMIC], ids=["static", "dynamic"])
 def test_a_tree_comes_back_as_it_was_written(tmp_path, calibration):
     calibration.write(tmp_path)
     assert read_calibration(tmp_path) == calibration

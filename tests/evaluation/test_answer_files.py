@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from pipeline.evaluation.answer_files import write_answers, write_model_answers
+from pipeline.evaluation.answer_files import write_answers
 
 
 def test_answers_are_one_line_per_question(tmp_path):
@@ -13,7 +13,3 @@ def test_answers_are_one_line_per_question(tmp_path):
     written = (tmp_path / "answers" / "plain.jsonl").read_text(encoding="utf-8")
     assert [json.loads(line) for line in written.splitlines()] == lines and "é" in written
     assert (tmp_path / "answers" / "medusa.jsonl").read_text() == ""
-    original = [{"model_id": "target-original", "question_id": 1}]
-    write_model_answers(tmp_path, original)
-    written = (tmp_path / "model_answer" / "target-original.jsonl").read_text()
-    assert json.loads(written) == original[0]

@@ -12,7 +12,7 @@ CHAIN = {"method": "eagle", "model": "export", "num_speculative_tokens": 5}
 
 def test_every_method_has_a_configuration_of_its_own():
     settings = CheckConfig(
-        engine_baselines=["draft-model", "suffix"], assistant_model="small", draft_tokens=[5, 3]
+        engine_baselines=["draft-model"], assistant_model="small", draft_tokens=[5, 3]
     )
     request = CheckRequest(
         TargetSpec("large"),
@@ -23,12 +23,9 @@ def test_every_method_has_a_configuration_of_its_own():
         speculative_config=CHAIN,
     )
     found = compared_configs(request)
-    assert list(found) == ["heads with 3 drafts", "draft-model", "suffix"], (
-        "five are the export's own"
-    )
+    assert list(found) == ["heads with 3 drafts", "draft-model"], "five are the export's own"
     assert found["heads with 3 drafts"] == {**CHAIN, "num_speculative_tokens": 3}
     assert (found["draft-model"]["method"], found["draft-model"]["model"]) == (
         "draft_model",
         "small",
     )
-    assert found["suffix"]["method"] == "suffix"

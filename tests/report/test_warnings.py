@@ -55,6 +55,7 @@ def test_steps_faster_with_heads_than_without_are_doubted(report):
     assert shown["overhead"] == shown["speedup"] == "-"
     report["check"]["native"]["speedup"] = 1.6
     too_fast = {"method": "heads", "speedup": 1.25, "acceleration_rate": 1.1}
+    too_fast |= {"tokens_per_second": 125.0, "baseline_tokens_per_second": 100.0}
     vllm = report["check"]["vllm"]
     vllm |= {"methods": [{"name": "heads"}], "loads": [{**too_fast, "requests": 8}]}
     assert not report_warnings(typed(report)), "in a batch it may be right"
@@ -109,7 +110,9 @@ def test_plain_decoding_that_varies_is_warned_of(report):
     native, vllm = report["check"]["native"], report["check"]["vllm"]
     native |= {"range": [240, 260], "baseline_range": [100, 150]}
     vllm["methods"] = [{"name": "heads"}]
-    vllm["loads"] = [{"method": "heads", "requests": 8, "baseline_range": [100, 150]}]
+    speeds = {"tokens_per_second": 400.0, "baseline_tokens_per_second": 120.0}
+    row = {"method": "heads", "requests": 8, "baseline_range": [100, 150], **speeds}
+    vllm["loads"] = [row]
     assert not report_warnings(typed(report))
     vllm["loads"][0]["baseline_range"] = [71, 313]
     (warning,) = report_warnings(typed(report))

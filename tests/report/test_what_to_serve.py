@@ -123,22 +123,6 @@ def test_a_disturbed_method_is_named_also_beside_others():
     assert "heads" in warning and "ngram" not in warning
 
 
-def test_requests_out_of_time_do_not_count():
-    """Heads are faster, and late in half of the requests; then plain decoding is always late."""
-    late = row("heads", 2, 150, 140, 160, within_slo=0.5, baseline_within_slo=1.0)
-    alone = row("heads", 4, 150, 140, 160, within_slo=0.5, baseline_within_slo=0.0)
-    none = row("heads", 8, 150, 140, 160, within_slo=0.0, baseline_within_slo=0.0)
-    report = report_of(late, alone, none)
-    assert [advice.line for advice in serving_advice(report)] == [
-        "2 at a time: plain vLLM.",
-        "4 at a time: heads.",
-        "8 at a time: no request is within check.slo.",
-    ]
-    table = what_to_serve_table(report)
-    assert table.rows[1][3:5] == ("150 (140 to 160), 50.0% in time",) * 2
-    assert table.commands == [f"{SERVE} --plain  # 2 at a time", f"{SERVE}  # 4 at a time"]
-
-
 @pytest.mark.parametrize(
     ("prompts", "seen", "rough"),
     [

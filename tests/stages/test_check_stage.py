@@ -62,7 +62,7 @@ def test_a_failed_check_is_reported_and_another_limit_decodes_nothing(copied_run
     assert found["passed"] is False and "acceleration rate" in found["failures"][0]
     with pytest.raises(CheckFailed):
         push_run(copied_run.path, **push)
-    run = again(check__min_acceleration_rate=0, check__slo={"ttft_ms": 100})
+    run = again(check__min_acceleration_rate=0)
     assert stages_run(run) == []
     assert "run-finished" in {event["event"] for event in last_events(run)}
     found = report_of(run)["check"]
@@ -92,11 +92,8 @@ def test_a_file_of_questions_replaces_held_out_rows(copied_run, again, tmp_path)
     for method in ("plain", "medusa"):
         lines = read_lines(stage.path / f"answers/{method}.jsonl")
         assert [line["question_id"] for line in lines] == [0, 1, 2, 3, 4]
-        judged = read_lines(stage.path / f"model_answer/{name}-{method}.jsonl")
-        for one, line in zip(judged, lines, strict=True):
-            assert one.keys() >= {"question_id", "answer_id", "model_id", "choices", "tstamp"}
+        for line in lines:
             assert line["model_id"] == f"{name}-{method}" and len(line["choices"][0]["turns"]) == 2
-            assert one["choices"][0]["turns"] == line["choices"][0]["turns"]
     lengths = [length for line in lines for length in line["choices"][0]["accept_lengths"]]
     assert sum(lengths) / len(lengths) == pytest.approx(native.acceleration_rate, abs=1e-3)
 
@@ -151,7 +148,7 @@ def test_native_answers_are_kept_when_vllm_fails(copied_run, again, monkeypatch)
     assert result.native.prompts == 8 and result.vllm.accepted_per_position == [0.5]
     chain = run.latest("calibrate").summary["tree"]["chain"][-1]
     assert result.vllm.expected_acceleration_rate == chain["expected_acceleration_rate"]
-    assert result.vllm.same_text_acceleration_rate == result.native.chain.acceleration_rate
+    assert result.vllm.same_text_acceleration_rate == result.native.chain_rate
     assert {file.name for file in (path / "answers").iterdir()} == {"plain.jsonl", "medusa.jsonl"}
     assert not any((path / f"{part}.json").exists() for part in ("native", "vllm")), (
         "DONE.json has them"

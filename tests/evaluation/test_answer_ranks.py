@@ -9,7 +9,7 @@ import pytest
 from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
 from pipeline.decoding.held_out import replay
 from pipeline.decoding.tree import cartesian_tree, stock_tree
-from pipeline.evaluation.answer_states import answer_states, guess_ranks
+from pipeline.evaluation.answer_ranks import answer_ranks
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.directory import read_heads
 from tests.flows.tiny import token_rows
@@ -25,7 +25,7 @@ def test_a_replay_of_plain_text_finds_the_rate_of_decoding(model, finished_run, 
     asked = held_out_prompts(token_rows(finished_run.latest("generate")), 8, 100).kept
     plain = plain_decoder(model, eos_token_ids=eos)
     texts = [plain.generate(prompt.ids, num_tokens).token_ids for prompt in asked]
-    ranks = guess_ranks(heads, answer_states(model, heads, asked, texts), 10)
+    ranks = answer_ranks(model, heads, asked, texts, 10)
     for choices in (stock_tree(3), cartesian_tree([1, 1, 1]), [(0,), (3,), (0, 1)]):
         decoder = Decoder(model, heads, choices, eos_token_ids=eos)
         decoded = [decoder.generate(prompt.ids, num_tokens) for prompt in asked]
