@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.filesize import decimal
 
-from pipeline.cli.plan_times import newest_result, time_lines
+from pipeline.cli.plan_times import time_lines
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.placement import most_workers
 from pipeline.flow import STAGES
@@ -36,8 +36,6 @@ from pipeline.stages.seeds import require_enough_rows
 from pipeline.storage.atomic import free_disk, require_free_disk
 from pipeline.storage.receipts import Summary
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.stage_directory import StageDirectory
-from pipeline.training.checkpoints import KEPT
 from pipeline.training.recipe import too_few_steps
 
 ACTIONS = {"done": "kept", "failed": "kept", "skipped": "skip"}  # by a stage's status; else it runs
@@ -60,8 +58,7 @@ def print_plan(run: ResolvedRun) -> None:
     elsewhere = on_planned_gpus(run)
     seeds = statuses["seeds"].finished or count_seed_rows(run.config)
     generated = statuses["generate"].finished
-    earlier = newest_result(context, "generate")
-    size = run_size(elsewhere, seeds, generated, earlier.summary if earlier else None)
+    size = run_size(elsewhere, seeds, generated)
     unfinished = [name for name, state in statuses.items() if state.status not in FINISHED]
     if unfinished:
         try:
@@ -72,7 +69,7 @@ def print_plan(run: ResolvedRun) -> None:
     _print_stages(console, statuses)
     _print_lines(console, notes)
     _print_lines(console, _seed_lines(seeds))
-    _print_lines(console, _size_lines(size, earlier, statuses["features"], context))
+    _print_lines(console, _size_lines(size, statuses["features"], context))
     if statuses["seeds"].finished is None and size.conversations is not None:
         require_enough_rows(size.conversations, run.config.seeds.holdout, "seeds.sources")
     _print_lines(console, _training_lines(size))
@@ -82,12 +79,6 @@ def print_plan(run: ResolvedRun) -> None:
     if target is not None:
         memory = memory_of_stages(elsewhere, target, size.positions)
         _print_memory(console, memory)
-        trained = [stage for stage in memory if stage.stage == "train"]
-        checkpoint = decimal(int(max(stage.heads + stage.optimizer for stage in trained)))
-        line = f"Disk: {KEPT} checkpoints of {checkpoint}"
-        if run.method.tunes_backbone:
-            line += f", a tuned backbone of {decimal(int(target.weight_bytes()))}"
-        _print_lines(console, [f"{line}."])
         check_memory(run)
 
 
@@ -119,9 +110,7 @@ def _seed_lines(seeds: Summary | None) -> Iterator[str]:
         yield f"\nThe seeds stage drops {sum(reasons.values()):,} rows: {', '.join(shown)}."
 
 
-def _size_lines(
-    size: RunSize, earlier: StageDirectory | None, features: StageStatus, context: Context
-) -> Iterator[str]:
+def _size_lines(size: RunSize, features: StageStatus, context: Context) -> Iterator[str]:
     """Yield lines of `plan` on conversations, tokens and disk space; warn if space is short."""
     if size.bytes_per_position is None:
         need = "states of unknown size (the target's configuration cannot be read)"
@@ -135,11 +124,10 @@ def _size_lines(
         work = f"{size.conversations:,} conversations"
         if size.samples > 1:
             work += f", {size.samples} answers to each training prompt"
-        work += f", {size.bound} {size.tokens:,} tokens".replace("  ", " ")
-        if size.bound == "at most":
-            work += " (every answer as long as allowed)"
-        elif size.bound and earlier:
-            work += f" ({size.tokens_per_sample:,} each, as in {earlier.path.name})"
+        if size.is_bound:
+            work += f", at most {size.tokens:,} tokens (every answer as long as allowed)"
+        else:
+            work += f", {size.tokens:,} tokens"
         if size.disk_bytes is not None:
             need += f", {decimal(size.disk_bytes)}"
     cached = 0
@@ -154,8 +142,8 @@ def _size_lines(
 def _training_lines(size: RunSize) -> Iterator[str]:
     """Yield lines of `plan` on the optimizer steps of training; warn if they are too few."""
     for recipe in size.recipes:
-        steps = f"{size.bound or 'about'} {recipe.total_steps:,} steps"
-        yield f"Training: {steps}: {recipe.describe()}."
+        bound = "at most" if size.is_bound else "about"
+        yield f"Training: {bound} {recipe.total_steps:,} steps: {recipe.describe()}."
     too_few = too_few_steps(size.recipes) if size.recipes else None
     if too_few:
         yield f"! {too_few}"

@@ -41,7 +41,7 @@ def time_lines(
     rates = rates_of_sections(run, target) if target else None
     hours = Hours(run, size, target, rates) if target and rates else None
     arithmetic = hours.stages() if hours else {}
-    bound = "up to about" if size.bound == "at most" else "about"
+    bound = "up to about" if size.is_bound else "about"
     times = {}
     for stage in unfinished:
         measured = _measured(context, run, size, stage)

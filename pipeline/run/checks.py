@@ -19,7 +19,6 @@ from pipeline.heads.shapes import FORMATS
 from pipeline.run.resolved import ASSISTANT, SERVED, TARGET, ResolvedRun
 from pipeline.targets.files import check_repo_id, is_local
 from pipeline.targets.spec import context_length, eos_token_ids
-from pipeline.training.methods import Package
 from pipeline.training.metrics import require_trackers
 
 
@@ -288,27 +287,18 @@ def check_root(run: ResolvedRun) -> None:
 
 
 def check_packages(run: ResolvedRun) -> None:
-    """Raise EnvironmentFault if a package that an unfinished stage needs is not installed.
+    """Raise EnvironmentFault if an unfinished stage needs vLLM and vLLM is not installed.
 
-    No package is imported. With RAY_ADDRESS set nothing is checked, since workers have packages of
-    their own.
+    With RAY_ADDRESS set nothing is checked, since workers have packages of their own.
     """
-    if os.environ.get("RAY_ADDRESS"):
+    if os.environ.get("RAY_ADDRESS") or importlib.util.find_spec("vllm"):
         return
-    config = run.config
-    needed = [("train", package) for package in run.method.packages(config)]
     for key in _keys_of_vllm(run):
-        needed.append((key.partition(".")[0], Package("vllm", key)))
-    if config.train.optimizer == "adamw-8bit":
-        needed.append(("train", Package("bitsandbytes", "train.optimizer")))
-    if config.target.quantization:
-        needed.append(("features", Package("bitsandbytes", "target.quantization")))
-    for stage, package in needed:
-        users = sorted({stage, f"tuned-{stage}"}.intersection(run.open_stages))
-        if users and not importlib.util.find_spec(package.name):
+        stage = key.partition(".")[0]
+        if not {stage, f"tuned-{stage}"}.isdisjoint(run.open_stages):
             raise EnvironmentFault(
-                f"{package.name} is not installed here, and {users[0]} needs it.",
-                package.key,
+                f"vllm is not installed here, and {stage} needs it.",
+                key,
                 "Install the lock file for this accelerator (`make install`), or change this key.",
             )
 

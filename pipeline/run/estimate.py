@@ -42,17 +42,16 @@ MOMENTS = {"adamw": 2 * FP32, "adamw-8bit": 2}  # bytes of a parameter's two mom
 class RunSize:
     """The estimated size of a run: conversations, tokens and optimizer steps.
 
-    Until the generate stage has run, a sample of a conversation is taken to be as long as those of
-    an earlier run, or else to have `generate.rounds` answers of `generate.max_new_tokens` tokens or
-    to fill the target's context. In self-talk and passthrough it may have more tokens than that.
+    Until the generate stage has run, a conversation is assumed to have `generate.rounds` answers of
+    `generate.max_new_tokens` tokens, or to fill the target's context. In self-talk and passthrough
+    it may have more tokens.
     """
 
     conversations: int | None  # None where a data set on the Hub has no limit
     samples: int  # answers to each training prompt
     tokens: int | None  # that the target writes; each has one cached state
-    tokens_per_sample: int  # of one conversation
     bytes_per_position: int | None  # 0 where no state is cached; None if the target is unknown
-    bound: str  # what `tokens` is: "" for a count, "about" or "at most"
+    is_bound: bool  # whether `tokens` is an upper bound; else it is a count
     positions: int  # to train on; 0 if unknown
     recipes: tuple[Recipe, ...]  # of the training phases; empty if unknown
 
@@ -78,7 +77,6 @@ def run_size(
     run: ResolvedRun,
     seeds: Summary | None,
     generated: Summary | None,
-    earlier: Summary | None = None,
 ) -> RunSize:
     """Estimate the size of a run: its conversations, tokens, bytes per state and optimizer steps.
 
@@ -87,16 +85,13 @@ def run_size(
     Args:
         seeds: The summary of the seeds stage, or its counts before it runs; None if unknown.
         generated: The summary of the generate stage; None if unfinished.
-        earlier: The summary of another run's generate stage, whose mean length is assumed.
     """
     train, generate = run.config.train, run.config.generate
     is_known = TARGET in run.models
     hidden_size = run.shape.hidden_size
-    length, bound = generate.rounds * generate.max_new_tokens, "at most"
+    length = generate.rounds * generate.max_new_tokens
     if is_known:
         length = min(length, run.context)
-    if earlier and earlier.get("rows"):
-        length, bound = min(length, round(earlier["tokens"] / earlier["rows"])), "about"
     rows = int(seeds["rows"]) if seeds else None
     prompts = int(seeds.get("train_rows", 0)) if seeds else 0
     tokens, share = None, 0.0
@@ -106,7 +101,7 @@ def run_size(
         tokens = (rows + later_samples) * length
         share = (prompts + later_samples) / (rows + later_samples)
     if generated:
-        tokens, bound = int(generated["tokens"]), ""
+        tokens = int(generated["tokens"])
     stored: int | None = 0
     if not is_known:
         stored = None
@@ -122,9 +117,8 @@ def run_size(
         conversations=rows,
         samples=samples,
         tokens=tokens,
-        tokens_per_sample=length,
         bytes_per_position=stored,
-        bound=bound,
+        is_bound=generated is None,
         positions=positions,
         recipes=tuple(recipes),
     )

@@ -25,7 +25,7 @@ class StageStatus:
             `skipped`.
         why: The reason for the status; may be empty.
         directory: The directory that the status is about, if there is one.
-        made: The number of shards that a run would keep; 0 for a stage without shards.
+        made: The number of its shards; 0 for a stage without shards.
         expected: The number of shards at the end of a run; None if unknown.
     """
 
@@ -112,12 +112,7 @@ def _stage_status(context: Context, stage: Stage, before: dict[str, StageStatus]
             return StageStatus("not run", "never run", expected=expected)
         why = _why_stale(linked.identity, stage.identity_of(context))
         return StageStatus("stale", why, linked, 0, expected)
-    receipts = directory.receipts()
-    made = len(receipts)
-    source = context.upstream[sources[0]] if sources else None
-    if source is not None and source.done:
-        tasks = directory.tasks(source, {receipt.index: receipt for receipt in source.done.shards})
-        made = len(tasks) - len(directory.pending(tasks, receipts))
+    made = len(directory.receipts())
     status, why = "stale", "its upstream stages have changed or are unfinished"
     if directory.done is None:
         status, why = "partial", "unfinished"

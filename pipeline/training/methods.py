@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 from pipeline.config import Config, Section, TrainConfig
 from pipeline.config.training import Bits
@@ -19,13 +19,6 @@ if TYPE_CHECKING:
     from pipeline.training.task import Phases
 
 BOOKKEEPING = {"checkpoint_minutes", "checkpoint_every", "report_to"}
-
-
-class Package(NamedTuple):
-    """A Python package that a training method requires, and the setting that needs it."""
-
-    name: str
-    key: str
 
 
 class Method(ABC):
@@ -89,10 +82,6 @@ class Method(ABC):
 
     def check(self, config: Config, target: TargetSpec) -> None:  # noqa: B027  (most train any)
         """Raise ConfigError for settings and targets that this training method cannot train."""
-
-    def packages(self, config: Config) -> list[Package]:
-        """Return the packages that this method needs in addition to torch and transformers."""
-        return []
 
     @abstractmethod
     def phases(self, train: TrainConfig) -> Phases:
@@ -176,14 +165,6 @@ class HeadsAndBackbone(Method):
                 " train.backbone.quantization to none.",
             )
         require_tunable(target, sharded=settings.shard)
-
-    def packages(self, config: Config) -> list[Package]:
-        """Return the packages of Medusa-2 training: peft, and bitsandbytes if quantized."""
-        needed = [Package("peft", "train.method")]
-        settings = config.train.backbone
-        if settings.quantization_beside(config.target.quantization):
-            needed.append(Package("bitsandbytes", "train.backbone.quantization"))
-        return needed
 
     def phases(self, train: TrainConfig) -> Phases:
         """Return the phases of Medusa-2 training: joint, or heads alone and then joint."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -78,24 +77,6 @@ def test_plan_counts_steps_and_warns_of_too_few(command, config_file, copied_run
     assert "Too few optimizer steps (24)" in out and "train.epochs" in out
 
 
-def test_plan_expects_conversations_as_long_as_earlier_ones(command, config_file, copied_run):
-    """40 conversations, 24 to train on, in steps of 100 positions, are at most 192 tokens each."""
-    earlier = copied_run.latest("generate")
-    rows = stored(earlier)
-    average = round(sum(span["end"] - span["start"] for row in rows for span in row["spans"]) / 40)
-    words = ("generate.max_new_tokens=99", "train.batch_tokens=100", "train.epochs=2")
-    out = command("plan", config_file, *words).out
-    expected = f"about {40 * average:,} tokens ({average} each, as in {earlier.path.name})"
-    assert f"40 conversations, {expected}" in out
-    steps = 2 * math.ceil(24 * average / 100)
-    assert f"Training: about {steps} steps: 2 epochs of {steps // 2} steps, 100 pos" in out
-    words = ("generate.max_new_tokens=2", "train.num_heads=1", AUTO_DRAFTS)
-    out = command("plan", config_file, *words).out
-    assert "about 160 tokens (4 each" in out, "at most as long as allowed"
-    out = command("plan", config_file, *words, "run.name=next").out
-    assert "at most 160 tokens (every answer as long as allowed)" in out
-
-
 def test_a_nearly_full_disk_is_refused_before_the_first_stage(command, config_file, copied_run):
     """`plan` has it as a note. A run with nothing to make needs no space."""
     full, refusal = "limits.min_free_disk_gb=1e9", "less than limits.min_free_disk_gb = 1000000000"
@@ -140,9 +121,6 @@ def test_plan_without_weights_prints_gib_and_refuses_misfits(command, config_fil
     )
     ended = command("plan", config_file, *words, "train.batch_tokens=auto")
     assert ended.code == 0, "87 of 80 GiB are within 20 %"
-    assert "2 checkpoints of 67.1 GB" in ended.out, (
-        "12 bytes for each of 5 x 8,192 x 136,449 numbers"
-    )
     assert f"{40 * 32:,} tokens" in ended.out and "16,384 bytes" in ended.out
     table = ended.out.partition("GiB  ")[2].splitlines()[1:5]
     assert float(line_of("train", "\n".join(table)).split()[1]) == pytest.approx(
@@ -167,11 +145,10 @@ def test_plan_refuses_too_few_conversations(command, config_file, tmp_path):
 
 @pytest.mark.slow
 def test_hours_are_estimated_from_finished_stages(command, config_file, copied_run):
-    """40 conversations as long as those that are there, on average."""
-    summary = copied_run.latest("generate").summary
-    seconds = 40 * round(summary["tokens"] / 40) / summary["tokens_per_second"]
+    """At most two answers of 24 tokens in 40 conversations."""
+    seconds = 40 * 2 * 24 / copied_run.latest("generate").summary["tokens_per_second"]
     out = command("plan", config_file, "generate.max_new_tokens=24").out
-    assert f"generate: about {duration(seconds)}, at" in out and "features: about" in out
+    assert f"generate: up to about {duration(seconds)}, at" in out and "features: up to" in out
     assert ", at the" not in command("plan", config_file).out, "all is finished"
 
 
@@ -179,7 +156,6 @@ def test_hours_are_estimated_from_finished_stages(command, config_file, copied_r
 def test_rates_are_those_of_the_same_target_and_kind_of_heads(
     command, config_file, copied_run, tiny_target, tmp_path
 ):
-    """Another target has other lengths, too; another kind of heads has the same features."""
     out = command("plan", config_file, "train.lr=0.5").out
     assert re.search("train: about .*, at the", out)
     for word in ("train.heads=recurrent", "train.method=medusa-2"):
@@ -187,7 +163,7 @@ def test_rates_are_those_of_the_same_target_and_kind_of_heads(
     other = shutil.copytree(tiny_target, tmp_path / "other")
     (other / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     out = command("plan", config_file, f"target.model={other}").out
-    assert "tokens/s" not in out and ", as in" not in out
+    assert "tokens/s" not in out
     assert re.search("generate: up to about .*, by arithmetic", out)
 
 

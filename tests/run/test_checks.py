@@ -112,28 +112,18 @@ def test_a_submitted_job_keeps_nothing_in_its_uploaded_copy(make_config, tmp_pat
         check_run(resolved(make_config(outside, run__store=str(inside))))
 
 
-PACKAGES = [
-    ({"generate__engine": "vllm"}, "vllm", "generate.engine", "generate"),
-    ({"train__optimizer": "adamw-8bit"}, "bitsandbytes", "train.optimizer", "train"),
-    (MEDUSA_2 | {"features__engine": "vllm"}, "vllm", "features.engine", "tuned-features"),
-]
-
-
-@pytest.mark.parametrize(("changes", "package", "key", "stage"), PACKAGES)
-def test_a_missing_package_is_refused_where_it_is_needed(
-    make_config, tmp_path, monkeypatch, changes, package, key, stage
-):
-    """Not by a finished stage; a plan notes it."""
-    config = make_config(tmp_path, **changes)
+def test_a_missing_vllm_is_refused_by_an_unfinished_stage(make_config, tmp_path, monkeypatch):
+    """A plan notes it."""
+    config = make_config(tmp_path, generate__engine="vllm")
     check_run(resolved(config))
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(EnvironmentFault, match=f"{stage} needs it.*{key}"):
-        check_run(resolved(config, [stage]))
-    assert key in " ".join(check_plan(resolved(config)))
-    made = config.run.directory / f"{stage}-0123abcd"
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(EnvironmentFault, match=r"generate needs it.*generate\.engine"):
+        check_run(resolved(config))
+    assert "generate.engine" in " ".join(check_plan(resolved(config)))
+    made = config.run.directory / "generate-0123abcd"
     made.mkdir(parents=True)
     (made / "DONE.json").write_text("{}")
-    check_run(resolved(config, [stage]))
+    check_run(resolved(config))
 
 
 @pytest.mark.parametrize(
