@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.feature_rows import StateFormat
 from pipeline.artifacts.feature_writer import FeatureWriter, WaitingMemory
 from pipeline.artifacts.generated_rows import GENERATED, TokenRow
+from pipeline.artifacts.state_format import StateFormat
 from pipeline.config import TrainConfig
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import Span

@@ -20,9 +20,9 @@ import torch
 
 from benchmarks import rows
 from benchmarks.claims import Claim, Result, in_turns, rates
-from pipeline.artifacts.feature_rows import StateFormat
-from pipeline.artifacts.feature_writer import WaitingMemory, num_positions
+from pipeline.artifacts.feature_writer import WaitingMemory, row_edges
 from pipeline.artifacts.generated_rows import TokenRow
+from pipeline.artifacts.state_format import StateFormat
 
 AIM, AIM_OF_SIZE = 400.0, 1.02
 HIDDEN_SIZE, ROW_TOKENS, VOCAB_SIZE = 4096, 1024, 32_000
@@ -42,7 +42,7 @@ def measure(*, tiny: bool = False) -> Result:
         for _ in range(8)
     ]
     hidden = [few[index % len(few)] for index in range(len(made))]
-    megabytes = sum(map(num_positions, made)) * states.computed_bytes / 1e6
+    megabytes = row_edges(made, states)[-1] * states.computed_bytes / 1e6
     clock, sizes = [], []
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "shards" / "00000.parquet"

@@ -38,6 +38,7 @@ STAGES: dict[str, Stage] = {
         seeds.STAGE,
         generate.STAGE,
         features.STAGE,
+        features.ROWS,
         train.STAGE,
         features.TUNED,
         calibrate.STAGE,

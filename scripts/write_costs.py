@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pipeline.artifacts.feature_rows import StateFormat  # noqa: E402
+from pipeline.artifacts.state_format import StateFormat  # noqa: E402
 from pipeline.config.load import load_config  # noqa: E402
 from pipeline.evaluation.gpu_figures import GPUS  # noqa: E402
 from pipeline.execution.machine import GIB  # noqa: E402

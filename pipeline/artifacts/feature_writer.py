@@ -1,10 +1,12 @@
-"""Writer of feature shards: states arrive in any order, row groups are written in order.
+"""Writer of shards of states: states arrive in any order, row groups are written in order.
 
+It writes feature shards and row features (see `StateFormat`), with the same rows in a row group.
 As states arrive, they are copied into the buffer of their row group. When a group is complete, a
 thread checks it, quantizes it to 8 bits if configured, and writes it from this buffer.
 `WaitingMemory` limits the number of groups that wait to be written.
 
-Letters: T tokens of a row, N positions of a group, D hidden size.
+Letters: T tokens of a row, N positions of a group, L layers (1 in a feature shard), D hidden size,
+X = L times D.
 """
 
 from __future__ import annotations
@@ -22,15 +24,23 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.feature_rows import FEATURES, SCALES, StateFormat
 from pipeline.artifacts.generated_rows import SPANS, TokenRow
 from pipeline.artifacts.quantized_states import quantize
+from pipeline.artifacts.state_format import POSITIONS, StateFormat
 from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.conversations.spans import feature_positions
 from pipeline.storage.shards import ShardWriter
 
-ROW_GROUP_BYTES = 64 * 1024**2  # of states; a reader holds one group at a time
-MAX_WAITING_GROUPS = 32  # 2 GiB of states
+ROW_GROUP_BYTES = 64 * 1024**2  # of a feature shard's states; a reader holds one group at a time
+MAX_WAITING_GROUPS = 32  # 2 GiB of states in a feature shard
+
+
+def max_waiting_groups(num_layers: int) -> int:
+    """Return how many row groups may wait to be written; `num_layers` is 0 for a feature shard.
+
+    The states of whole rows are taken to be twice those of answers, for each layer.
+    """
+    return max(1, MAX_WAITING_GROUPS // max(1, 2 * num_layers))
 
 
 class WaitingMemory:
@@ -65,23 +75,25 @@ class WaitingGroup:
 
     def __init__(self, rows: Sequence[TokenRow], states: StateFormat, waiting: WaitingMemory):
         self.rows, self.states = rows, states
-        self.edges = row_edges(rows)
-        num_bytes = self.edges[-1] * states.computed_bytes
+        self.edges = row_edges(rows, states)
+        shape = (len(states.state_columns), self.edges[-1], states.hidden_size)
+        num_bytes = shape[0] * shape[1] * states.computed_bytes
         self.memory = waiting.take(num_bytes)
-        self.hidden_ND = self.memory[:num_bytes].view(states.dtype).view(-1, states.hidden_size)
+        self.hidden_LND = self.memory[:num_bytes].view(states.dtype).view(shape)
         self.missing = len(rows)
 
-    def put(self, index: int, hidden_TD: Tensor) -> None:
-        """Copy a row's states that predict target-written tokens into the group's buffer.
+    def put(self, index: int, hidden_TX: Tensor) -> None:
+        """Copy the states of a row that are stored into the group's buffer.
 
         Args:
             index: The row's index in the group.
-            hidden_TD: The states of all tokens of the row.
+            hidden_TX: The states of all tokens of the row.
         """
+        hidden_LTD = hidden_TX.unflatten(1, (len(self.hidden_LND), -1)).transpose(0, 1)
         start = self.edges[index]
-        for span in self.rows[index].spans:
-            stop = start + len(span)
-            self.hidden_ND[start:stop] = hidden_TD[span.start - 1 : span.end - 1]
+        for tokens in stored_tokens(self.rows[index], self.states):
+            stop = start + len(tokens)
+            self.hidden_LND[:, start:stop] = hidden_LTD[:, tokens.start : tokens.stop]
             start = stop
         self.missing -= 1
 
@@ -90,39 +102,46 @@ class WaitingGroup:
 
         The other rows are rejected.
         """
-        rows, states = [], [self.hidden_ND[:0]]
+        rows, states = [], [self.hidden_LND[:, :0]]
         for row, (start, stop) in zip(self.rows, itertools.pairwise(self.edges), strict=True):
-            hidden_ND = self.hidden_ND[start:stop]
+            hidden_LND = self.hidden_LND[:, start:stop]
             # The extrema are finite if and only if all numbers are; they take 1/40 of the time.
-            if not len(hidden_ND) or torch.isfinite(torch.stack(hidden_ND.aminmax())).all():
+            if start == stop or torch.isfinite(torch.stack(hidden_LND.aminmax())).all():
                 rows.append(row)
-                states.append(hidden_ND)
+                states.append(hidden_LND)
                 continue
-            num_bad = int((~torch.isfinite(hidden_ND).all(dim=1)).sum())
-            detail = f"{num_bad} of {len(hidden_ND)} states are NaN or infinite"
+            num_bad = int((~torch.isfinite(hidden_LND).all(2).all(0)).sum())
+            detail = f"{num_bad} of {stop - start} states are NaN or infinite"
             writer.reject(RejectedRow(row.id, Reason.NON_FINITE, detail, row.stored()))
-        hidden_ND = self.hidden_ND
+        hidden_LND = self.hidden_LND
         if len(rows) < len(self.rows):
-            hidden_ND = torch.cat(states)
+            hidden_LND = torch.cat(states, 1)
         if rows:
-            writer.write_batch(feature_batch(rows, hidden_ND, self.states))
-        return len(hidden_ND)
+            writer.write_batch(state_batch(rows, hidden_LND, self.states))
+        return hidden_LND.shape[1]
 
 
-def num_positions(row: TokenRow) -> int:
-    """Count the states that a feature row stores: one per target-written token."""
-    return sum(map(len, row.spans))
+def stored_tokens(row: TokenRow, states: StateFormat) -> list[range]:
+    """Return the ranges of tokens whose states a row stores.
+
+    In row features these are all tokens, in a feature shard those before target-written tokens.
+    """
+    if states.layers:
+        return [range(len(row.input_ids))]
+    return [range(span.start - 1, span.end - 1) for span in row.spans]
 
 
-def row_edges(rows: Sequence[TokenRow]) -> list[int]:
+def row_edges(rows: Sequence[TokenRow], states: StateFormat) -> list[int]:
     """Return where the rows' states begin and end: row i has the states [edges[i], edges[i+1])."""
-    return [0, *itertools.accumulate(map(num_positions, rows))]
+    sizes = [sum(map(len, stored_tokens(row, states))) for row in rows]
+    return [0, *itertools.accumulate(sizes)]
 
 
 def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[TokenRow]]:
     """Divide rows, in order, into row groups of one split and about `ROW_GROUP_BYTES` of states.
 
-    A group ends where the split changes, so that held-out rows can be read without training rows.
+    The size is that of the states in a feature shard. A group ends where the split changes, so that
+    held-out rows can be read without training rows.
     """
     groups: list[list[TokenRow]] = []
     size = ROW_GROUP_BYTES
@@ -131,42 +150,34 @@ def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[Token
             groups.append([])
             size = 0
         groups[-1].append(row)
-        size += num_positions(row) * states.computed_bytes
+        size += sum(map(len, row.spans)) * states.computed_bytes
     return groups
 
 
-def feature_batch(
-    rows: Sequence[TokenRow], hidden_ND: Tensor, states: StateFormat
+def state_batch(
+    rows: Sequence[TokenRow], hidden_LND: Tensor, states: StateFormat
 ) -> pa.RecordBatch:
-    """Return rows with their states [N, D] as a record batch, in the stored precision."""
-    edges = row_edges(rows)
-    scales_N = None
-    if states.precision != "native":
-        hidden_ND, scales_N = quantize(hidden_ND)
-    ends = np.asarray(edges, np.int64) * hidden_ND.shape[1] * hidden_ND.itemsize
-    data = pa.py_buffer(hidden_ND.view(torch.uint8).numpy())
-    buffers = [None, pa.py_buffer(ends), data]
-    input_ids = []
-    spans = []
-    positions = []
-    for row in rows:
-        input_ids.append(row.input_ids)
-        spans.append([asdict(span) for span in row.spans])
-        positions.append(feature_positions(row.spans))
+    """Return rows with their states [L, N, D] as a record batch, in the stored precision."""
+    edges = row_edges(rows, states)
     columns = {
         "id": [row.id for row in rows],
         "parent_id": [row.parent_id for row in rows],
         "split": [row.split for row in rows],
-        "input_ids": _list_column(input_ids),
-        "spans": pa.array(spans, SPANS),
-        "positions": _list_column(positions),
-        "hidden": pa.Array.from_buffers(pa.large_binary(), len(rows), buffers),
+        "input_ids": _list_column([row.input_ids for row in rows]),
+        "spans": pa.array([[asdict(span) for span in row.spans] for row in rows], SPANS),
     }
-    batch = pa.RecordBatch.from_pydict(columns, schema=FEATURES)
-    if scales_N is None:
-        return batch
-    scales = pa.ListArray.from_arrays(pa.array(edges, pa.int32()), pa.array(scales_N.numpy()))
-    return batch.append_column(SCALES, scales)
+    if not states.layers:
+        columns[POSITIONS.name] = _list_column([feature_positions(row.spans) for row in rows])
+    ends = np.asarray(edges, np.int64) * states.hidden_size * states.stored_dtype.itemsize
+    for number, (name, hidden_ND) in enumerate(zip(states.state_columns, hidden_LND, strict=True)):
+        if states.scale_columns:
+            hidden_ND, scales_N = quantize(hidden_ND)
+            scales = pa.ListArray.from_arrays(pa.array(edges, pa.int32()), scales_N.numpy())
+            columns[states.scale_columns[number]] = scales
+        data = pa.py_buffer(hidden_ND.view(torch.uint8).numpy())
+        buffers = [None, pa.py_buffer(ends), data]
+        columns[name] = pa.Array.from_buffers(pa.large_binary(), len(rows), buffers)
+    return pa.RecordBatch.from_pydict(columns, schema=states.schema)
 
 
 def _list_column(values: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
@@ -176,7 +187,7 @@ def _list_column(values: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
 
 
 class FeatureWriter:
-    """Context manager that writes a feature shard in a thread, while later states are computed.
+    """Context manager that writes a shard of states in a thread, while later ones are computed.
 
     Exit it before the context of the shard writer. To keep the shard, call `finish` first.
 
@@ -209,14 +220,14 @@ class FeatureWriter:
         self._failed = self._failed or InterruptedError()
         self._thread.shutdown()
 
-    def put(self, index: int, hidden_TD: Tensor) -> None:
+    def put(self, index: int, hidden_TX: Tensor) -> None:
         """Copy a row's states into its row group, and write row groups that are complete.
 
         If too many groups wait to be written, this call blocks.
 
         Args:
             index: The row's index in the shard.
-            hidden_TD: The states of all tokens of the row.
+            hidden_TX: The states of all tokens of the row.
 
         Raises:
             EnvironmentFault: Writing has failed, for example on a full disk.
@@ -225,7 +236,7 @@ class FeatureWriter:
         if number not in self._groups:
             group = WaitingGroup(self._rows[number], self._states, self._waiting)
             self._groups[number] = group
-        self._groups[number].put(index - self._starts[number], hidden_TD)
+        self._groups[number].put(index - self._starts[number], hidden_TX)
         following = len(self._writing)
         while following in self._groups and not self._groups[following].missing:
             group = self._groups.pop(following)

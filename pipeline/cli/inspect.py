@@ -25,7 +25,10 @@ COLOURS = {"assistant": "green", "user": "cyan"}
 def inspect(
     run_dir: RunArgument,
     stage: Annotated[
-        str, Argument(help="seeds, generate or features; for others, the summary is printed.")
+        str,
+        Argument(
+            help="seeds, generate, features or row-features; for others, the summary is printed."
+        ),
     ],
     row: Annotated[
         str | None,
@@ -64,6 +67,10 @@ def _print_row(console: Console, row: Row, run: RunDirectory, config: Config) ->
         console.print(coloured_text(TokenRow.of(row), _tokenizer(run, config)))
         if "positions" in row:
             console.print(f"{len(row['positions'])} states", style="dim")
+        layers = [name for name in row if name.startswith("layer_")]
+        if layers:
+            states = f"{len(row['input_ids'])} states each in {', '.join(layers)}"
+            console.print(states, style="dim")
         return
     for message in SeedRow.of(row).conversation.messages:
         role = (f"{message.role}:", "bold")

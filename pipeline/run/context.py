@@ -19,6 +19,7 @@ from pipeline.execution.placement import Placement
 from pipeline.execution.progress import Meter, ProgressReporter, print_stage
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.formatting import count, counts
+from pipeline.heads.kinds import reads_rows
 from pipeline.run.resolved import ResolvedRun
 from pipeline.storage.fingerprint import FileDigests, fingerprint
 from pipeline.storage.receipts import Identity, Summary
@@ -185,6 +186,8 @@ def skipped_stages(config: Config) -> dict[str, str]:
     skipped = dict(method.skipped_stages(config.train))
     if not method.tunes_backbone:
         skipped["tuned-features"] = ""
+    if not reads_rows(config.train):
+        skipped["row-features"] = ""
     if not config.push.repo_id:
         skipped["push"] = ""
     return skipped

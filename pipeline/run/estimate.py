@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipeline.artifacts.feature_rows import StateFormat
+from pipeline.artifacts.state_format import StateFormat
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.machine import GIB, gpu_memory, machine_memory
 from pipeline.execution.placement import Resources

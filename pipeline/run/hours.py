@@ -103,6 +103,8 @@ class Hours:
         found = {"generate": self.generating()}
         if "features" not in method.skipped_stages(self.run.config.train):
             found["features"] = self.caching()
+        if self.run.shape.row_layers:
+            found["row-features"] = self.caching()
         found["train"] = self.training()
         if method.tunes_backbone:
             found["tuned-features"] = self.caching(holdout)

@@ -42,6 +42,7 @@ ENGINE_SECTIONS = {"native": "features", "vllm": "generate"}
 SECTIONS = {
     "generate": "generate",
     "features": "features",
+    "row-features": "features",
     "tuned-features": "features",
     "train": "train",
     "calibrate": "train",

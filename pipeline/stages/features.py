@@ -5,6 +5,9 @@ input of the lm_head when it predicts that token. States are taken after the fin
 the target's dtype, or 8 bits with `features.precision`. Rows keep their order and ids. A row with a
 state that is not finite is quarantined.
 
+The stage `row-features` caches the outputs of some decoder layers at every token of every row, for
+heads that read whole rows (`HeadsShape.row_layers`).
+
 The stage `tuned-features` caches the states of a tuned backbone, only for the held-out rows that
 calibrate reads. Runs with the same store and the same tuned backbone share the result.
 """
@@ -15,9 +18,9 @@ import contextlib
 import functools
 import time
 
-from pipeline.artifacts.feature_rows import StateFormat
-from pipeline.artifacts.feature_writer import FeatureWriter, WaitingMemory
+from pipeline.artifacts.feature_writer import FeatureWriter, WaitingMemory, max_waiting_groups
 from pipeline.artifacts.generated_rows import TOKEN_COLUMNS, TokenRow
+from pipeline.artifacts.state_format import StateFormat
 from pipeline.config import FeaturesConfig
 from pipeline.execution.progress import ShardProgress
 from pipeline.export.layout import BACKBONE_DIRECTORY
@@ -42,9 +45,13 @@ FIGURES = {
 
 
 class Worker:
-    """Worker of the features stage: turns a shard of generated rows into a feature shard.
+    """Worker of these stages: turns a shard of generated rows into a shard of their states.
 
     A thread writes rows while later ones are computed.
+
+    Args:
+        split: The split whose rows to compute; None for all rows.
+        layers: The layers of row features, ascending; empty for the last states of answers.
     """
 
     def __init__(
@@ -54,13 +61,16 @@ class Worker:
         gpus: int,
         progress: ShardProgress | None = None,
         split: str | None = None,
+        layers: tuple[int, ...] = (),
     ):
         self.split, self.progress = split, progress or ShardProgress()
         self.engine = make_feature_engine(
-            settings.engine, target, settings.tokens_per_batch, settings.engine_args, gpus
+            settings.engine, target, settings.tokens_per_batch, settings.engine_args, gpus, layers
         )
-        self.states = StateFormat(self.engine.dtype, self.engine.hidden_size, settings.precision)
-        self.waiting = WaitingMemory()
+        self.states = StateFormat(
+            self.engine.dtype, self.engine.hidden_size, settings.precision, layers
+        )
+        self.waiting = WaitingMemory(max_waiting_groups(len(layers)))
 
     def __call__(self, task: ShardTask, upcoming: ShardTask | None = None) -> Receipt:
         started = time.monotonic()
@@ -79,8 +89,8 @@ class Worker:
                 self.engine.stream(row.input_ids.tolist() for row in rows)
             ) as computed,
         ):
-            for number, (index, hidden_TD) in enumerate(computed, start=1):
-                features.put(index, hidden_TD)
+            for number, (index, hidden_TX) in enumerate(computed, start=1):
+                features.put(index, hidden_TX)
                 tokens_computed += len(rows[index].input_ids)
                 self.progress.update(task, number, tokens_computed, num_tokens - tokens_computed)
             stats = {"positions": float(features.finish()), "tokens": float(num_tokens)}
@@ -92,8 +102,8 @@ class Worker:
         self.engine.close()
 
 
-def identity(context: Context, *, tuned: bool = False) -> Identity:
-    """Return what the features stage's result depends on: settings, and target or tuned backbone.
+def identity(context: Context, *, tuned: bool = False, whole: bool = False) -> Identity:
+    """Return what a stage of states depends on: settings, layers, and target or tuned backbone.
 
     The setting `tokens_per_batch` is left out, since it changes states only by rounding.
     """
@@ -108,13 +118,18 @@ def identity(context: Context, *, tuned: bool = False) -> Identity:
         found["backbone"] = fingerprint({name: facts.sha256 for name, facts in files.items()})
     else:
         found["target"] = context.target_identity
+    if whole:
+        found["layers"] = list(context.resolved.shape.row_layers)
     return found
 
 
-def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summary:
+def run(
+    context: Context, stage: StageDirectory, *, tuned: bool = False, whole: bool = False
+) -> Summary:
     """Cache the target's states for all generated rows, and return the totals of the stage.
 
     With `tuned`, cache the tuned backbone's states, only for the rows of the split `calibrate`.
+    With `whole`, cache row features.
     """
     target, split = context.target, None
     if tuned:
@@ -125,6 +140,7 @@ def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summ
         "settings": context.config.features,
         "gpus": placement.gpus,
         "split": split,
+        "layers": context.resolved.shape.row_layers if whole else (),
     }
     summary = run_sharded(
         context, stage, context.upstream["generate"], Worker, arguments, placement, split
@@ -137,6 +153,15 @@ def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summ
 
 
 STAGE = Stage(NAME, VERSION, reads("generate"), identity, run, FIGURES, sharded=True)
+ROWS = Stage(
+    "row-features",
+    1,
+    reads("generate"),
+    functools.partial(identity, whole=True),
+    functools.partial(run, whole=True),
+    FIGURES,
+    sharded=True,
+)
 TUNED = Stage(
     "tuned-features",
     VERSION,

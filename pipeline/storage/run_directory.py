@@ -26,7 +26,7 @@ from pipeline.storage.stage_directory import StageDirectory
 EVENTS = "events.jsonl"
 LATEST_EXPORT = "latest/export"
 
-CACHES = ("features", "tuned-features")  # stages whose results may be deleted
+CACHES = ("features", "row-features", "tuned-features")  # stages whose results may be deleted
 
 
 class RunDirectory:

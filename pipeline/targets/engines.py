@@ -65,7 +65,10 @@ class GenerationEngine(Protocol):
 
 
 class FeatureEngine(Protocol):
-    """An engine that computes the target's last hidden states, after the final norm."""
+    """An engine that computes states of the target.
+
+    They are the last hidden states, after the final norm, or the outputs of some layers.
+    """
 
     hidden_size: int
     dtype: torch.dtype
@@ -73,11 +76,12 @@ class FeatureEngine(Protocol):
     def stream(
         self, rows: Iterable[Sequence[int]]
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Yield the index and the states [T_i, D] of each row of token ids, in any order.
+        """Yield the index and the states [T_i, X] of each row of token ids, in any order.
 
-        The states are on the CPU. Later rows are computed while the caller works. A tensor may be a
-        view of a shared buffer, so copy a tensor to keep it. Exhaust or close the generator before
-        the next call, because its rows may stay in the engine until then.
+        X is the hidden size times the number of layers. The states are on the CPU. Later rows are
+        computed while the caller works. A tensor may be a view of a shared buffer, so copy a tensor
+        to keep it. Exhaust or close the generator before the next call, because its rows may stay
+        in the engine until then.
         """
 
     def close(self) -> None:
@@ -122,6 +126,7 @@ def make_feature_engine(
     tokens_per_batch: int,
     engine_args: EngineArgs,
     gpus: int,
+    layers: tuple[int, ...] = (),
 ) -> FeatureEngine:
     """Load the target into a new feature engine.
 
@@ -130,19 +135,28 @@ def make_feature_engine(
         tokens_per_batch: Maximum tokens of one forward; see the engine's class.
         engine_args: Arguments of `vllm.LLM`; empty for transformers.
         gpus: The number of GPUs that the engine uses; 0 means the CPU.
+        layers: The layers whose outputs to compute, ascending; empty for the last states.
 
     Raises:
         ConfigError: `engine_args` has an unknown argument, or the engine's class raises it.
         EnvironmentFault: The engine's class raises it.
     """
     if name == "vllm":
+        if layers:
+            raise ConfigError(
+                "The vllm engine gives the last states only, not those of layers.",
+                "features.engine",
+                "Set it to transformers.",
+            )
         from pipeline.targets.vllm_engine import VLLMFeatureEngine
 
         return VLLMFeatureEngine(target, engine_args, gpus=gpus, tokens_per_batch=tokens_per_batch)
     from pipeline.targets.transformers_engines import TransformersFeatureEngine
 
     _refuse_unknown(engine_args, set())
-    return TransformersFeatureEngine(target, tokens_per_batch=tokens_per_batch, gpus=gpus)
+    return TransformersFeatureEngine(
+        target, tokens_per_batch=tokens_per_batch, layers=layers, gpus=gpus
+    )
 
 
 def _refuse_unknown(engine_args: EngineArgs, known: set[str]) -> None:

@@ -4,12 +4,12 @@ Generation keeps one batch with a KV cache; rows join and leave it between steps
 left-padded. A step either prefills waiting requests and adds them to the batch, or decodes one
 token for each row. There is no prefix cache: each turn prefills its whole history.
 
-Features are the backbone's last hidden states, in right-padded batches of similar lengths. No mask
-is passed: under causal attention no token sees the padding to its right. So, up to rounding, a
-row's states do not depend on its batch, and the fast causal kernel is used. The lm_head does not
-run.
+Features are the backbone's last hidden states, or outputs of its layers, in right-padded batches of
+similar lengths. No mask is passed: under causal attention no token sees the padding to its right.
+So, up to rounding, a row's states do not depend on its batch, and the fast causal kernel is used.
+The lm_head does not run.
 
-Letters: B batch, T positions, D hidden size, V vocabulary.
+Letters: B batch, T positions, D hidden size, X states of a position, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import DynamicCache
 
 from pipeline.conversations.requests import Completion, Finish, Request
 from pipeline.errors import EnvironmentFault
-from pipeline.targets.loading import input_device, load_on_gpus, verify_tap
+from pipeline.targets.loading import input_device, layer_outputs, load_on_gpus, verify_tap
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 
 MAX_BATCH_TOKENS = 65_536
@@ -282,6 +282,7 @@ class TransformersFeatureEngine:
         spec: The target.
         tokens_per_batch: Maximum tokens of one forward, including padding up to the longest row. A
             longer row runs alone.
+        layers: The layers whose outputs to compute, ascending; empty for the last states.
         gpus: The number of GPUs over which the target is placed; 0 means the CPU.
 
     Raises:
@@ -289,10 +290,17 @@ class TransformersFeatureEngine:
             inputs of its lm_head; see `load_causal_lm` and `verify_tap`.
     """
 
-    def __init__(self, spec: TargetSpec, *, tokens_per_batch: int = 16_384, gpus: int = 0):
+    def __init__(
+        self,
+        spec: TargetSpec,
+        *,
+        tokens_per_batch: int = 16_384,
+        layers: Sequence[int] = (),
+        gpus: int = 0,
+    ):
         self.model = load_on_gpus(spec, gpus)
         verify_tap(self.model)
-        self.tokens_per_batch = tokens_per_batch
+        self.tokens_per_batch, self.layers = tokens_per_batch, layers
         self.hidden_size: int = self.model.config.get_text_config().hidden_size
         self.dtype: torch.dtype = self.model.dtype
         self._device = input_device(self.model)
@@ -300,7 +308,7 @@ class TransformersFeatureEngine:
     def stream(
         self, rows: Iterable[Sequence[int]]
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Yield the index and the hidden states [T_i, D] of each row of token ids, on the CPU.
+        """Yield the index and the states [T_i, X] of each row of token ids, on the CPU.
 
         On a GPU, the next batch runs while the caller works. Rows are read in windows of
         `WINDOW_BYTES` of states. Within a window, longer rows come first. A tensor is a view of
@@ -334,7 +342,8 @@ class TransformersFeatureEngine:
         self, rows: Iterable[Sequence[int]]
     ) -> Iterator[tuple[list[int], list[Sequence[int]]]]:
         """Yield batches of rows of similar lengths: the indices and the token ids of the rows."""
-        num_tokens = WINDOW_BYTES // (self.hidden_size * self.dtype.itemsize)
+        row_size = self.hidden_size * max(1, len(self.layers))
+        num_tokens = WINDOW_BYTES // (row_size * self.dtype.itemsize)
         for window in _row_windows(rows, num_tokens):
             # longest first: memory runs out early if at all
             window.sort(key=lambda item: len(item[1]), reverse=True)
@@ -356,14 +365,21 @@ class TransformersFeatureEngine:
         for row_T, ids in zip(ids_BT, rows, strict=True):
             row_T[: len(ids)] = torch.as_tensor(ids)
         ids_BT = ids_BT.to(self._device, non_blocking=True)
-        hidden_BTD = self.model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
-        hidden_BTD = hidden_BTD.to(self.dtype)  # the dtype in the shard's footer
-        host_BTD = hidden_BTD.to("cpu", non_blocking=True)  # from a GPU into pinned memory
+        hidden_BTX = self._states(ids_BT).to(self.dtype)  # the dtype in the shard's footer
+        host_BTX = hidden_BTX.to("cpu", non_blocking=True)  # from a GPU into pinned memory
         copied = None
         if on_gpu:
             copied = torch.cuda.Event()
-            copied.record(torch.cuda.current_stream(hidden_BTD.device))
-        return _FeatureBatch(indices, lengths, host_BTD, copied)
+            copied.record(torch.cuda.current_stream(hidden_BTX.device))
+        return _FeatureBatch(indices, lengths, host_BTX, copied)
+
+    def _states(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """Return the states [B, T, X] of a batch: those of `layers`, or the last ones."""
+        if not self.layers:
+            return self.model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+        with layer_outputs(self.model, self.layers) as seen:
+            self.model.base_model(input_ids=ids_BT, use_cache=False)
+        return seen[0]
 
 
 @dataclass(frozen=True)
@@ -375,16 +391,16 @@ class _FeatureBatch:
 
     indices: list[int]
     lengths: list[int]
-    hidden_BTD: torch.Tensor
+    hidden_BTX: torch.Tensor
     copied: torch.cuda.Event | None
 
     def collect(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Wait for the states, and yield the index and the states [T_i, D] of each row."""
+        """Wait for the states, and yield the index and the states [T_i, X] of each row."""
         if self.copied is not None:
             self.copied.synchronize()
-        states = zip(self.indices, self.lengths, self.hidden_BTD, strict=True)
-        for index, length, hidden_TD in states:
-            yield index, hidden_TD[:length]
+        states = zip(self.indices, self.lengths, self.hidden_BTX, strict=True)
+        for index, length, hidden_TX in states:
+            yield index, hidden_TX[:length]
 
 
 def _row_windows(

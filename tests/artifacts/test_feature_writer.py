@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.artifacts import feature_writer
-from pipeline.artifacts.feature_rows import FEATURES, StateFormat
 from pipeline.artifacts.feature_writer import (
     MAX_WAITING_GROUPS,
     FeatureWriter,
@@ -21,12 +20,14 @@ from pipeline.artifacts.feature_writer import (
     row_groups,
 )
 from pipeline.artifacts.generated_rows import TokenRow
+from pipeline.artifacts.state_format import StateFormat
 from pipeline.conversations.spans import Span, feature_positions
 from pipeline.errors import EnvironmentFault
-from pipeline.storage.shards import ShardTask, ShardWriter, read_rows
+from pipeline.storage.shards import ShardTask, ShardWriter, open_shard, read_rows
 
 D = 4
 STATES = StateFormat(torch.bfloat16, D)
+ROW_STATES = StateFormat(torch.bfloat16, D, layers=(1, 3))
 
 
 def conversations(lengths, held_out=()) -> list[TokenRow]:
@@ -42,21 +43,23 @@ def conversations(lengths, held_out=()) -> list[TokenRow]:
     return rows
 
 
-def states_of(number: int, row: TokenRow) -> torch.Tensor:
+def states_of(number: int, row: TokenRow, num_layers: int = 1) -> torch.Tensor:
     return (
-        torch.full((len(row.input_ids), D), float(number))
+        torch.full((len(row.input_ids), D * num_layers), float(number))
         + torch.arange(len(row.input_ids))[:, None] / 8
+        + torch.arange(D * num_layers) // D
     ).bfloat16()
 
 
-def shard(path, rows, order, max_waiting=MAX_WAITING_GROUPS):
+def shard(path, rows, order, max_waiting=MAX_WAITING_GROUPS, states=STATES):
     """Write rows, whose states arrive in `order`."""
+    num_layers = len(states.state_columns)
     with (
-        ShardWriter(ShardTask(0, path, path.with_suffix(".q"), "f"), FEATURES) as writer,
-        FeatureWriter(writer, rows, STATES, WaitingMemory(max_waiting)) as features,
+        ShardWriter(ShardTask(0, path, path.with_suffix(".q"), "f"), states.schema) as writer,
+        FeatureWriter(writer, rows, states, WaitingMemory(max_waiting)) as features,
     ):
         for number in order:
-            features.put(number, states_of(number, rows[number]))
+            features.put(number, states_of(number, rows[number], num_layers))
         features.finish()
         return writer.commit("features", [row.id for row in rows])
 
@@ -85,6 +88,29 @@ def test_the_order_of_states_does_not_change_a_shard(tmp_path_factory, data, len
         )
         assert found["spans"] == [vars(span) for span in row.spans]
         assert found["hidden"] == kept.view(torch.uint8).numpy().tobytes()
+
+
+@settings(max_examples=10, deadline=None)
+@given(lengths=st.lists(st.integers(2, 30), min_size=1, max_size=12), limit=st.integers(1, 600))
+def test_row_features_have_all_states_in_the_row_groups_of_features(
+    tmp_path_factory, lengths, limit
+):
+    folder, rows = tmp_path_factory.mktemp("shard"), conversations(lengths, held_out={2})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feature_writer, "ROW_GROUP_BYTES", limit)
+        shard(folder / "a", rows, range(len(rows)))
+        shard(folder / "b", rows, reversed(range(len(rows))), states=ROW_STATES)
+    groups = []
+    for name in "ab":
+        with open_shard(folder / name) as file:
+            groups.append([file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)])
+    assert groups[0] == groups[1]
+    for number, (row, found) in enumerate(zip(rows, read_rows(folder / "b"), strict=True)):
+        assert (found["id"], found["input_ids"]) == (row.id, row.input_ids.tolist())
+        states_TX = states_of(number, row, 2)
+        for layer, states_TD in zip((1, 3), states_TX.chunk(2, 1), strict=True):
+            stored = states_TD.contiguous().view(torch.uint8).numpy().tobytes()
+            assert found[f"layer_{layer}"] == stored
 
 
 @settings(max_examples=40)

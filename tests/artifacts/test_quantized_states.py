@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.artifacts import quantized_states
-from pipeline.artifacts.feature_rows import FeatureRows, StateFormat
+from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.artifacts.feature_writer import FeatureWriter, WaitingMemory
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.artifacts.quantized_states import dequantize, quantize
+from pipeline.artifacts.state_format import StateFormat
 from pipeline.conversations.spans import Span
 from pipeline.storage.shards import ShardTask, ShardWriter, open_shard, read_rows
 

@@ -27,8 +27,8 @@ def cached(finished_run) -> list[dict]:
     return stored(finished_run.latest("features"))
 
 
-def states(row: dict) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(row["hidden"], np.float32).reshape(-1, 64).copy())
+def states(row: dict, column: str = "hidden") -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(row[column], np.float32).reshape(-1, 64).copy())
 
 
 def test_rows_keep_their_order_ids_and_tokens(finished_run, cached):
@@ -52,6 +52,34 @@ def test_states_predict_exactly_the_tokens_of_greedy_rows(cached, model):
     for row in cached[::7]:
         hidden_TD = model.model(torch.tensor([row["input_ids"]])).last_hidden_state[0]
         torch.testing.assert_close(states(row), hidden_TD[row["positions"]], atol=1e-5, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_row_features_are_the_layers_outputs_at_every_token(
+    copied_run, make_config, tmp_path, model, cached
+):
+    settings = {"train__heads": "eagle3", "train__eagle3__layers": [1, 2]}
+    run = run_again(make_config(tmp_path, **settings), until="row-features")
+    stage = latest(run, "row-features")
+    rows = stored(stage)
+    assert [row["id"] for row in rows] == [row["id"] for row in cached]
+    assert stage.summary["positions"] == sum(len(row["input_ids"]) for row in rows)
+    assert stage.summary["bytes_per_position"] > 2 * 64 * 4
+    for row in rows[::7]:
+        ids_1T = torch.tensor([row["input_ids"]])
+        _, first, last = model(ids_1T, output_hidden_states=True).hidden_states
+        close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)
+        close(states(row, "layer_1"), first[0])
+        close(model.model.norm(states(row, "layer_2")), last[0])
+
+
+def test_row_features_are_named_by_their_layers(make_config, tmp_path):
+    names = []
+    for layers in ([1], [1, 2]):
+        settings = {"train__heads": "eagle3", "train__eagle3__layers": layers}
+        context = context_of(make_config(tmp_path, **settings))
+        names.append(features_stage.ROWS.identity(context))
+    assert names[0] != names[1]
 
 
 def test_the_footer_describes_the_states(finished_run):

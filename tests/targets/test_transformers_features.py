@@ -37,6 +37,18 @@ def test_batched_states_equal_unbatched_ones_and_give_the_logits(engine, prompts
         torch.testing.assert_close(found_TV, logits_TV, rtol=1e-4, atol=1e-4)
 
 
+def test_states_of_layers_are_the_hidden_states_of_transformers(random_target, prompts):
+    engine = TransformersFeatureEngine(random_target, tokens_per_batch=200, layers=(1, 2))
+    norm = engine.model.base_model.norm
+    for ids, states_TX in zip(prompts, states_of(engine, prompts), strict=True):
+        _, first_TD, last_TD = engine.model(
+            input_ids=torch.tensor([ids]), output_hidden_states=True
+        ).hidden_states
+        found_TD, before_norm_TD = states_TX.chunk(2, -1)
+        torch.testing.assert_close(found_TD, first_TD[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(norm(before_norm_TD), last_TD[0], rtol=1e-4, atol=1e-4)
+
+
 def test_an_engine_verifies_its_tap(random_target, monkeypatch):
     verified = []
     monkeypatch.setattr(transformers_engines, "verify_tap", verified.append)
@@ -49,6 +61,16 @@ def test_a_window_holds_at_most_so_many_bytes_of_states(engine, monkeypatch):
     rows = iter([[7] * 50] * 200)
     next(engine.stream(rows))
     assert 200 - len(list(rows)) == 400 / 50 + 1, "and one row of the next window"
+
+
+def test_states_of_layers_fill_a_window_as_many_times_faster(engine, monkeypatch):
+    several = copy(engine)
+    several.layers = (1, 2)
+    num_bytes = 400 * engine.hidden_size * engine.dtype.itemsize
+    monkeypatch.setattr(transformers_engines, "WINDOW_BYTES", num_bytes)
+    rows = iter([[7] * 50] * 200)
+    next(several.stream(rows))
+    assert 200 - len(list(rows)) == 200 / 50 + 1
 
 
 @settings(max_examples=50, deadline=None)

@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline.artifacts.feature_rows import FEATURES, StateFormat
 from pipeline.artifacts.generated_rows import GENERATED
+from pipeline.artifacts.state_format import StateFormat
 from pipeline.config import BackboneConfig, TrainConfig
 from pipeline.conversations.spans import Span, feature_positions
 from pipeline.heads.kinds import head_kind
@@ -97,8 +97,8 @@ def write_shards(directory, stage: str, fingerprint: str, writer_of, shards) -> 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory) -> tuple[Path, ...]:
     """Shards of features, of three row groups each."""
-    footer = StateFormat(torch.float32, D).footer
-    writer = partial(ShardWriter, schema=FEATURES, footer=footer)
+    states = StateFormat(torch.float32, D)
+    writer = partial(ShardWriter, schema=states.schema, footer=states.footer)
     directory = tmp_path_factory.mktemp("features")
     return write_shards(directory, "features", FINGERPRINT, writer, rows_of_shards(0))
 
