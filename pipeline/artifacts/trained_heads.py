@@ -53,20 +53,9 @@ def read_trained_heads(path: Path) -> Heads:
 
 
 def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
-    """Read the summary beside a heads file; None if the heads or the summary cannot be read.
-
-    Raises:
-        DataError: The kind or shape of the heads is not `shape`.
-    """
-    found = _heads_shape(path)
-    if found is None:
+    """Read the summary beside a heads file of this shape; None if one of the two is unreadable."""
+    if _heads_shape(path) != shape:
         return None
-    if found != shape:
-        raise DataError(
-            f"The heads here have {found.description}; this training's have {shape.description}.",
-            path,
-            "Move them elsewhere, or run again with --fresh train.",
-        )
     return read_json(path.with_name(SUMMARY_FILE))
 
 

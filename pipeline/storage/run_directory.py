@@ -123,16 +123,11 @@ class RunDirectory:
             yield
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Append an event with the current time to events.jsonl; secrets are redacted.
-
-        If a killed process has left an incomplete line, the event begins a new line.
-        """
+        """Append an event with the current time to events.jsonl; secrets are redacted."""
         event = redacted_values({"time": round(time.time(), 3), "event": kind, **facts})
         line = json.dumps(event, ensure_ascii=False, default=str)
-        with (self.path / EVENTS).open("ab+") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-            before = "" if file.read(1) in (b"", b"\n") else "\n"
-            file.write(f"{before}{line}\n".encode(errors="replace"))
+        with (self.path / EVENTS).open("a", encoding="utf-8", errors="replace") as file:
+            file.write(f"{line}\n")
 
     def require_one_history(self) -> None:
         """Check that each stage was made from the current results of its upstream stages.

@@ -65,8 +65,8 @@ def train(
     Raises:
         CheckFailed: The loss or its gradient is no longer finite.
         ConfigError: The target cannot be trained on; see the learners.
-        DataError: Training data is damaged, belongs to another run, or is empty, Medusa-2 has no
-            held-out text, or the directory holds heads of another shape.
+        DataError: Training data is damaged, belongs to another run, or is empty, or Medusa-2 has no
+            held-out text.
         EnvironmentFault: A GPU or bitsandbytes is missing, memory is too small, or the disk is
             full.
         StoppedAtCheckpoint: `progress` asked the training to stop.

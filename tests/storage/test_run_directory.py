@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -25,17 +24,6 @@ if sys.argv[2] == "file":
 else:
     run.link_latest(StageDirectory(run.store, "seeds", "0" * 64))
 """
-
-
-def test_an_event_after_a_torn_line_is_whole(tmp_path):
-    run, log = RunDirectory(tmp_path), tmp_path / "events.jsonl"
-    run.event("first")
-    log.write_text(log.read_text() + '{"time": 1.0, "ev')
-    run.event("second", error="\ud800 ünïcode")
-    run.event("third")
-    first, half, *others = log.read_text().splitlines()
-    assert json.loads(first)["event"] == "first" and half == '{"time": 1.0, "ev'
-    assert [json.loads(line)["event"] for line in others] == ["second", "third"]
 
 
 def files(run: RunDirectory) -> set[str]:

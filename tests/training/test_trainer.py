@@ -14,7 +14,7 @@ import torch
 from pipeline.artifacts.json_form import from_json
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.conversations.spans import IGNORED
-from pipeline.errors import DataError, StoppedAtCheckpoint
+from pipeline.errors import StoppedAtCheckpoint
 from pipeline.execution.progress import SILENT, Progress, ProgressReporter
 from pipeline.training import checkpoints
 from pipeline.training.checkpoints import read_checkpoint
@@ -99,12 +99,6 @@ def test_a_finished_run_called_again_does_nothing(make_spec):
     before = changed_at(spec.path)
     assert train(spec, progress=stop_at(1)) == result
     assert changed_at(spec.path) == before
-
-
-def test_heads_of_another_shape_are_refused(make_spec):
-    train(make_spec(num_heads=2))
-    with pytest.raises(DataError, match=r"num_heads 2.*num_heads 3"):
-        train(make_spec())
 
 
 class TwoThreads(Workers):
