@@ -6,6 +6,7 @@ Letters: T answer tokens, N states at which steps may begin, D hidden size, K he
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,8 @@ from pipeline.decoding.steps import last_positions
 from pipeline.evaluation.prompts import Prompt
 from pipeline.heads.accuracy import label_ranks
 from pipeline.heads.kind import Heads
+from pipeline.heads.rows import Rows
+from pipeline.targets.loading import layer_outputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +43,7 @@ def answer_ranks(
         answers: The token ids of the answer to each prompt.
     """
     num_heads = heads.shape.max_depth
+    layers = heads.shape.row_layers
     device = heads.device
     parts_KN = [np.empty((num_heads, 0), np.uint8)]
     starts = []
@@ -53,9 +57,16 @@ def answer_ranks(
         labels_KN = torch.full((num_heads, len(later_N)), IGNORED)
         for head in range(min(num_heads, len(later_N))):
             labels_KN[head, : len(later_N) - head] = later_N[head:]
-        states_TD, _ = last_positions(model, prompt.ids + answer[:-1], len(answer))
-        next_N = torch.tensor(answer[:-1], device=device)
-        ranks_KN = label_ranks(heads, states_TD[:-1].to(device), next_N, labels_KN.to(device), top)
+        ids = prompt.ids + answer[:-1]
+        with layer_outputs(model, layers) if layers else nullcontext() as outputs:
+            states_TD, _ = last_positions(model, ids, len(answer))
+        rows = None
+        if outputs:
+            learned_N = torch.arange(len(prompt.ids) - 1, len(ids) - 1, device=device)
+            ids_T = torch.tensor(ids, device=device)
+            rows = Rows.of_text(outputs[0][0].to(device), ids_T, learned_N)
+        read = (states_TD[:-1].to(device), torch.tensor(answer[:-1], device=device))
+        ranks_KN = label_ranks(heads, *read, labels_KN.to(device), top, rows)
         parts_KN.append(ranks_KN.cpu().numpy())
         starts.append(length)
         length += len(later_N)

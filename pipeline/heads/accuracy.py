@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.kind import Heads, Rows
+from pipeline.heads.kind import Heads
+from pipeline.heads.rows import Rows
 from pipeline.heads.shapes import HeadsShape
 
 MISS = 255  # rank of a token that is not among the guesses

@@ -43,7 +43,8 @@ from pipeline.config.training import TrainConfig
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import ConfigError, DataError
 from pipeline.heads.draft_cache import DraftCache
-from pipeline.heads.kind import TOKEN_MAP, Heads, Rows, TargetWeights
+from pipeline.heads.kind import TOKEN_MAP, Heads, TargetWeights
+from pipeline.heads.rows import Rows
 from pipeline.heads.shapes import Eagle3Shape, ExportFormat
 
 QUERIES = 512  # of a block of attention in training

@@ -34,6 +34,7 @@ from pipeline.conversations.spans import IGNORED
 from pipeline.errors import ConfigError, DataError
 from pipeline.heads.draft_cache import DraftCache
 from pipeline.heads.losses import Teacher, weighted_cross_entropy
+from pipeline.heads.rows import Rows
 from pipeline.heads.shapes import EXPANDED, ExportFormat, HeadsShape, require_shapes
 
 TOKEN_MAP = "token_map"  # the draft vocabulary's name in files, as in vLLM
@@ -64,34 +65,6 @@ class Level(NamedTuple):
     inner: Tensor  # [P]: places of the parents among the nodes of the depth above
     parent: Tensor  # [M]: each node's parent, as a place in `inner`
     guess: Tensor  # [M]: each node's place in the parents' flattened [P, top] guesses
-
-
-class Rows(NamedTuple):
-    """Whole rows of text, packed, for kinds that read every position of a text.
-
-    S positions hold the rows without their last tokens; X is the size of what the kind reads.
-
-    Attributes:
-        states_SX: The outputs of the layers `HeadsShape.row_layers` side by side.
-        tokens_S: The token after each position, int64.
-        start_S: The place of the first position of each position's row, int64.
-        learned_N: The places of the N positions with labels, ascending, int64.
-    """
-
-    states_SX: Tensor
-    tokens_S: Tensor
-    start_S: Tensor
-    learned_N: Tensor
-
-    def blocks(self, size: int) -> list[tuple[slice, slice]]:
-        """Return blocks of `size` positions with labels, and the positions that each attends to."""
-        first = self.learned_N[::size]
-        last = torch.cat((self.learned_N[size - 1 :: size], self.learned_N[-1:]))[: len(first)]
-        starts = self.start_S[first].tolist()
-        found = []
-        for number, (start, stop) in enumerate(zip(starts, (last + 1).tolist(), strict=True)):
-            found.append((slice(number * size, (number + 1) * size), slice(start, stop)))
-        return found
 
 
 class ProposalTree(Protocol):

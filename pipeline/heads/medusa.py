@@ -29,7 +29,8 @@ from torch.nn.functional import linear, silu
 from pipeline.config.training import TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.heads.draft_cache import DraftCache
-from pipeline.heads.kind import Heads, ProposalTree, Rows, TargetWeights
+from pipeline.heads.kind import Heads, ProposalTree, TargetWeights
+from pipeline.heads.rows import Rows
 from pipeline.heads.shapes import EXPANDED, SHARED, ExportFormat, MedusaShape
 
 

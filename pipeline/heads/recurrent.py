@@ -34,7 +34,8 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 from pipeline.config.training import TrainConfig
 from pipeline.conversations.spans import IGNORED
 from pipeline.heads.draft_cache import DraftCache
-from pipeline.heads.kind import Heads, Rows, TargetWeights
+from pipeline.heads.kind import Heads, TargetWeights
+from pipeline.heads.rows import Rows
 from pipeline.heads.shapes import ExportFormat, RecurrentShape
 
 # Sizes of the attention whose output is zero; it has one key and value head.

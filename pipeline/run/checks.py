@@ -95,7 +95,14 @@ def check_tree(run: ResolvedRun) -> None:
                 f"calibrate.{key}",
                 "Lower this setting or raise train.num_heads.",
             )
-    _ = run.dynamic_tree, run.choices  # which raise
+    if run.dynamic_tree and run.shape.row_layers:
+        raise ConfigError(
+            "Dynamic trees are measured with one state per position, and"
+            f" {run.config.train.heads} heads attend to the whole text.",
+            "calibrate.tree",
+            "Set it to static.",
+        )
+    _ = run.choices  # which raises
     require_methods(run.config.check, run.max_draft_tokens)
 
 

@@ -146,8 +146,16 @@ class HeadsAndBackbone(Method):
 
     def check(self, config: Config, target: TargetSpec) -> None:
         """Raise ConfigError for settings and targets that Medusa-2 cannot train."""
+        from pipeline.heads.kinds import reads_rows
         from pipeline.targets.lora import require_tunable
 
+        if reads_rows(config.train):
+            raise ConfigError(
+                f"Medusa-2 trains heads on the last state, and {config.train.heads} heads read the"
+                " outputs of layers at every position.",
+                "train.method",
+                "Set it to medusa-1, or choose other train.heads.",
+            )
         settings = config.train.backbone
         if (config.placement.train.gpus_per_worker or 0) > 1:
             raise ConfigError(

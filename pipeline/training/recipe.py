@@ -63,7 +63,7 @@ class Recipe:
     lr: float  # peak, of the heads
     warmup_steps: int
     steps_per_epoch: int
-    batch_tokens: int  # positions per step; the average for packed sequences
+    batch_tokens: int  # positions per step; the average for packed sequences and whole rows
     batch_sequences: int | None = None
 
     @property
@@ -107,6 +107,7 @@ def make_recipe(
     hidden_size: int,
     kind: type[Heads],
     sequences: int | None = None,
+    rows: int | None = None,
 ) -> Recipe:
     """Resolve `auto` in the training settings.
 
@@ -116,6 +117,7 @@ def make_recipe(
         hidden_size: The target's hidden size.
         kind: The kind of heads, for its `lr_scale` and `batch_scale`.
         sequences: The number of packed sequences for Medusa-2; None for heads alone.
+        rows: The number of rows for a kind with `row_layers`, whose batches are whole rows.
     """
     items = positions
     given_batch = train.batch_tokens
@@ -138,6 +140,8 @@ def make_recipe(
         batch = min(most, max(least, nearest))
     else:
         batch = given_batch
+    if rows is not None:
+        batch = max(batch, -(-positions // rows))  # every step has a row
     steps = -(-items // batch)
     if isinstance(train.warmup_steps, str):
         warmup_steps = min(PAPER_WARMUP, steps * epochs // 10)

@@ -11,7 +11,7 @@ from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import cartesian_tree
 from pipeline.heads.eagle3 import Eagle3Heads
-from pipeline.heads.kind import Rows
+from pipeline.heads.rows import Rows
 from pipeline.heads.shapes import Eagle3Shape
 from pipeline.targets.loading import layer_outputs
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
 from pipeline.heads.draft_cache import DraftCache
-from pipeline.heads.kind import Heads, Rows, TargetWeights
+from pipeline.heads.kind import Heads, TargetWeights
+from pipeline.heads.rows import Rows
 from pipeline.heads.shapes import ExportFormat, HeadsShape
 
 

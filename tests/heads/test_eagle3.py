@@ -20,7 +20,7 @@ from pipeline.conversations.spans import IGNORED
 from pipeline.heads import eagle3
 from pipeline.heads.accuracy import NO_LABEL, label_ranks, score_guesses
 from pipeline.heads.eagle3 import Eagle3Heads
-from pipeline.heads.kind import Rows
+from pipeline.heads.rows import Rows
 from pipeline.heads.shapes import Eagle3Shape
 
 SIZE, VOCAB, STEPS = 12, 11, 3

@@ -44,6 +44,8 @@ REFUSED = [
     ({"check__engine_baselines": ["draft-model"]}, "check.assistant_model"),
     ({"target__quantization": "8bit", **VLLM}, "check.engines"),
     (SHARD_4BIT, "train.backbone.shard"),
+    ({"train__heads": "eagle3", **MEDUSA_2}, "train.method"),
+    ({"train__heads": "eagle3", "calibrate__tree": "dynamic"}, "calibrate.tree"),
     ({"placement__train": {"gpus_per_worker": 2}, **MEDUSA_2}, "gpus_per_worker"),
 ]
 

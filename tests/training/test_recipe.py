@@ -57,6 +57,17 @@ def test_medusa_2_takes_about_as_many_steps_as_heads_alone(tokens, kind):
     assert 0.5 <= both.total_steps / heads.total_steps <= 2 or tokens / sequences <= 256
 
 
+@given(POSITIONS, st.integers(1, 10**6))
+def test_batches_of_whole_rows_have_a_row_each(positions, rows):
+    rows = min(rows, positions)
+    usual, found = (make_recipe(AUTO, positions, 256, Heads, rows=each) for each in (None, rows))
+    assert found.steps_per_epoch <= rows
+    if usual.steps_per_epoch <= rows:
+        assert found == usual
+    else:
+        assert found.batch_tokens == -(-positions // rows)
+
+
 def test_the_second_stage_has_a_quarter_of_the_learning_rate():
     two_stages = {"recipe": "two-stage"}
     for lr, expected in (("auto", 1e-3 / 4), (0.5, 0.5)):
