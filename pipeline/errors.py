@@ -39,25 +39,25 @@ class MedusaDistillError(Exception):
 
 
 class CheckFailed(MedusaDistillError):
-    """The check of heads failed or is missing, or `verify` found damage in a run's files."""
+    """A failed or missing check of heads, or damage that `verify` found in a run's files."""
 
     exit_code = 1
 
 
 class ConfigError(MedusaDistillError, ValueError):
-    """The configuration, the command line, or something that they name is wrong."""
+    """An error in the configuration, the command line, or something that they name."""
 
     exit_code = 2
 
 
 class DataError(MedusaDistillError, ValueError):
-    """Data that was read is invalid or damaged, or too much of it was quarantined."""
+    """Invalid or damaged data, or too many quarantined rows."""
 
     exit_code = 3
 
 
 class DamagedShard(DataError):
-    """A shard is missing or cannot be read; a run that reads the shard rebuilds it once."""
+    """A missing or unreadable shard; a run that reads the shard rebuilds it once."""
 
     def __init__(self, path: str | Path, detail: str):
         super().__init__(
@@ -69,13 +69,13 @@ class DamagedShard(DataError):
 
 
 class EnvironmentFault(MedusaDistillError, RuntimeError):
-    """The environment is unfit now: disk, GPU, engine, cluster, network or a held lock."""
+    """A fault of the environment: disk, GPU, engine, cluster, network or a held lock."""
 
     exit_code = 4
 
 
 class Interrupted(MedusaDistillError):
-    """A signal ended a command or run cleanly; the exit code is 128 plus the signal's number."""
+    """The clean end of a command or run by a signal; the exit code is 128 plus its number."""
 
     def __init__(self, signum: int, fix: str | None = None):
         super().__init__(f"Stopped by {signal.Signals(signum).name}.", fix=fix)
@@ -84,4 +84,4 @@ class Interrupted(MedusaDistillError):
 
 
 class StoppedAtCheckpoint(MedusaDistillError):
-    """A training stopped because it was asked to; its text says after which step."""
+    """The requested stop of a training; the text names the last step."""

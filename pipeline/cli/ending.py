@@ -21,7 +21,7 @@ from typing import Any, TextIO, cast
 import typer
 from rich.console import Console
 
-from pipeline.errors import KEPT, STOPS, EnvironmentFault, Interrupted, MedusaDistillError
+from pipeline.errors import KEPT, STOPS, Interrupted, MedusaDistillError
 from pipeline.formatting import visible
 from pipeline.redact import keep_out_of_logs, redacted
 from pipeline.storage.atomic import disk_fault
@@ -118,8 +118,8 @@ def _traceback(error: BaseException) -> str:
 def _output() -> Iterator[None]:
     """Context manager: make a command's standard streams safe to read and write.
 
-    Characters that a standard stream cannot encode or decode are replaced. A failed write to
-    standard output raises Interrupted if its reader has gone, else EnvironmentFault.
+    Characters that a standard stream cannot encode or decode are replaced. A write to standard
+    output raises Interrupted if its reader has gone.
     """
     plain = sys.stdout
     for stream in (sys.stdin, sys.stdout, sys.stderr):
@@ -134,7 +134,7 @@ def _output() -> Iterator[None]:
 
 
 class _Output:
-    """A wrapper of standard output whose failed writes raise Interrupted or EnvironmentFault."""
+    """A wrapper of standard output that raises Interrupted if the reader has gone."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -154,7 +154,7 @@ class _Output:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Context manager: turn an OSError of the output into Interrupted or EnvironmentFault."""
+        """Context manager: drop the rest of the output after an error; see the class."""
         try:
             yield
         except OSError as error:
@@ -162,8 +162,4 @@ class _Output:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             if isinstance(error, BrokenPipeError):
                 raise Interrupted(signal.SIGPIPE) from None
-            raise EnvironmentFault(
-                f"Standard output cannot be written: {error.strerror or error}.",
-                "standard output",
-                "Send the output elsewhere and run the same command again.",
-            ) from error
+            raise

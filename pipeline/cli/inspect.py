@@ -14,7 +14,7 @@ from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.artifacts.seed_rows import SeedRow
 from pipeline.cli.arguments import RunArgument
 from pipeline.config import Config
-from pipeline.errors import ConfigError, DataError, MedusaDistillError
+from pipeline.errors import ConfigError, DataError
 from pipeline.formatting import visible
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import Row, read_rows
@@ -92,16 +92,13 @@ def coloured_text(row: TokenRow, tokenizer: Any) -> Text:
 
 
 def _tokenizer(run: RunDirectory, config: Config) -> Any:
-    """Load the target's tokenizer for `inspect`, or the export's copy if that fails."""
+    """Load the export's copy of the tokenizer for `inspect`; without an export, the target's."""
     from pipeline.targets.spec import TargetSpec, load_tokenizer, resolve
 
-    try:
-        return load_tokenizer(resolve(config.target))
-    except MedusaDistillError:
-        export = run.latest("export")
-        if export is None or not export.done:
-            raise
+    export = run.latest("export")
+    if export is not None and export.done:
         return load_tokenizer(TargetSpec(str(export.path)))
+    return load_tokenizer(resolve(config.target))
 
 
 def _find_row(shards: Sequence[Path], wanted: str | None) -> Row:

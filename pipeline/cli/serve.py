@@ -157,7 +157,7 @@ def server_arguments(
 
 
 def _settings_of_run(run: Path, target: str) -> PlainData:
-    """Return those settings of a run's target that also hold for serving it.
+    """Return the settings of a run's target that also apply to serving.
 
     If another model is served than the run's target, its `revision` is left out.
     """

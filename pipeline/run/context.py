@@ -195,7 +195,7 @@ def skipped_stages(config: Config) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Stage:
-    """Declaration of a pipeline stage; its result lies in a directory of its own."""
+    """Declaration of a pipeline stage, whose result has its own directory."""
 
     name: str
     version: int  # of the code; raise it when results change

@@ -85,7 +85,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Hours:
-    """Arithmetic of the time of each stage of a run, in seconds.
+    """Estimates of the time of each stage of a run, in seconds, by arithmetic.
 
     Attributes:
         size: The run's size; its number of tokens is known.

@@ -108,7 +108,7 @@ class Failures:
         self._crashing: dict[int, dict[str, str]] = {}
 
     def may_retry(self, outcome: Outcome) -> bool:
-        """Count a shard's failure; return whether the shard is to be retried as it is.
+        """Count a shard's failure; return whether to retry the shard unchanged.
 
         If False, the shard has failed MAX_FAILURES times, the last time by ending its process,
         and its rows are to be searched for those that crash a worker.

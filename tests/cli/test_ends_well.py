@@ -86,7 +86,7 @@ def test_unwritable_output_is_an_error_unless_the_reader_is_gone():
     command = [sys.executable, "-c", SAYS_A_MARK]
     with open("/dev/full", "wb") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert ended.returncode == 4 and ended.stderr.startswith("error: Standard output")
+    assert ended.returncode == 4 and ended.stderr.startswith("error: The disk is full")
     reader, writer = os.pipe()
     os.close(reader)
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
