@@ -45,7 +45,7 @@ def check_plan(run: ResolvedRun) -> list[str]:
 
 
 def warnings(run: ResolvedRun) -> list[str]:
-    """Return the warnings before a run: keys of `train` without effect, and differing end tokens."""
+    """Return the warnings before a run: keys without effect, and differing end tokens."""
     found = []
     train = run.config.train
     unread = ", ".join(run.method.unread_keys(train))
