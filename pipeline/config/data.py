@@ -108,7 +108,7 @@ class SeedSource(Section):
         None,
         description=(
             "Names of columns that differ from the form's, such as `{prompt: question, response:"
-            " answer}`. If set, only these columns are read."
+            " answer}`."
         ),
     )
     limit: PositiveInt | None = Field(None, description="Read at most this many rows.")

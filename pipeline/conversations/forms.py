@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from pipeline.conversations.conversation import (
@@ -73,21 +72,10 @@ FORM_KEYS = {
 ANSWERS = ("output", "response", "completion")
 ID_KEYS = ("id", "question_id", "conversation_id", "prompt_id")
 MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
-NOT_LEARNED = (
-    "0",
-    "0.0",
-    "false",
-)  # values of a turn's marks, as text, with which it is not learned
-OPTIONAL_COLUMNS = {
-    "system": ("system", "system_prompt"),
-    "history": ("history",),
-    "tools": ("tools", "functions"),
-    "category": ("category",),
-    "id": ID_KEYS,
-    "output": ANSWERS,
-}
+NOT_LEARNED = ("0", "0.0", "false")  # values of these marks, as text
 LONG_TEXT = 100  # characters; a shorter one is a label or a name
-KNOWN_KEYS = (*FORM_KEYS.values(), "input", *chain.from_iterable(OPTIONAL_COLUMNS.values()))
+OTHER_KEYS = ("input", "history", "system", "system_prompt", "tools", "functions", "category")
+KNOWN_KEYS = (*FORM_KEYS.values(), *ANSWERS, *ID_KEYS, *OTHER_KEYS)
 EXPECTED = (
     "conversations as ShareGPT (`conversations`), OpenAI `messages`, UltraChat (`data`), questions"
     " (`turns`), Alpaca (`instruction`) or prompts (`prompt`, or plain strings)"
@@ -113,29 +101,25 @@ def read_row(row: Any, id: str, settings: RowSettings) -> Conversation | Rejecte
         return RejectedRow.of(id, rejected, row)
 
 
-def unread_texts(row: Any, settings: RowSettings) -> dict[str, dict[str, str]]:
-    """Return the columns whose long texts are not read, of a row with a column per text.
+def unread_texts(row: Any, settings: RowSettings) -> list[tuple[str, str]]:
+    """Return the columns whose long texts are not read, each with the column of the question.
 
-    The value of each is the setting `columns` that appends it to the question. A text that holds
-    the question is a copy of what is read.
+    Only the forms that have a column per text have such columns. A text that holds the question is
+    a copy of what is read.
     """
     if not isinstance(row, dict) or settings.columns:
-        return {}
+        return []
     form = _form_of(DumpObject(row), settings.form)
-    question = row.get(FORM_KEYS.get(form, ""))
+    asked = FORM_KEYS.get(form, "")
+    question = row.get(asked)
     if form not in ("alpaca", "prompts") or not isinstance(question, str):
-        return {}
-    columns: dict[str, str] = {}
-    for key, names in OPTIONAL_COLUMNS.items():
-        for name in names:
-            if row.get(name):
-                columns.setdefault(key, name)
-    unread = {}
+        return []
+    unread = []
     for name, text in row.items():
         known = name in KNOWN_KEYS and (name, form) != ("input", "prompts")
         if not known and isinstance(text, str) and len(text) >= LONG_TEXT and question not in text:
             if " " in text or not text.isascii():  # no link, no encoded data
-                unread[name] = {"instruction": FORM_KEYS[form], "input": name, **columns}
+                unread.append((name, asked))
     return unread
 
 
@@ -172,9 +156,10 @@ class DumpObject:
         return _describe(self.fields)
 
     def renamed(self, columns: Mapping[Any, str]) -> DumpObject:
-        """Return the row with its columns renamed to the keys of known forms.
+        """Return the row with some of its columns renamed to the keys of known forms.
 
-        Other columns are left out. A row may lack a column, unless a form is known by it.
+        Other columns keep their names, except that a renamed column alone decides the form. A row
+        may lack a column, unless a form is known by it.
 
         Args:
             columns: The name of the column for each key.
@@ -182,16 +167,18 @@ class DumpObject:
         Raises:
             RowRejected: The row lacks a column that a form is known by.
         """
-        renamed = {}
+        renamed = dict(self.fields)
+        if not columns.keys().isdisjoint(FORM_KEYS.values()):
+            for key in FORM_KEYS.values():
+                renamed.pop(key, None)
         for key, column in columns.items():
-            if column not in self.fields:
-                if key not in FORM_KEYS.values():
-                    continue
+            if column in self.fields:
+                renamed[key] = self.fields[column]
+            elif key in FORM_KEYS.values():
                 raise RowRejected(
                     Reason.UNKNOWN_FORMAT,
                     f"There is no column `{column[:40]}`; the row is {self}.",
                 )
-            renamed[key] = self.fields[column]
         return DumpObject(renamed)
 
     def first(self, *keys: str) -> Any:

@@ -7,14 +7,13 @@ rejected row. Files are streamed. A source without a conversation is an error.
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from pipeline.config import SeedsConfig, SeedSource
 from pipeline.conversations.conversation import Conversation, RejectedRow
@@ -89,20 +88,19 @@ class SourceReader:
 
     Attributes:
         read: The counts of each file or data set of the last iteration.
-        unread: The numbers of rows whose text in a column is not read, by column.
+        unread: The numbers of rows whose text in a column is not read, see `unread_texts`.
     """
 
     source: SeedSource
     name: str
     other_columns: str = OTHER_COLUMNS
     read: list[FileCount] = field(default_factory=list)
-    unread: Counter[str] = field(default_factory=Counter)
+    unread: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         source = self.source
         self._settings = RowSettings(source.format, source.columns)
         self._columns = tuple((source.columns or {}).values())
-        self._columns_of: dict[str, dict[str, str]] = {}  # the setting that reads an unread column
 
     def files(self) -> list[Path]:
         """Return the source's seed files: the path itself, or the files below it, sorted.
@@ -150,14 +148,12 @@ class SourceReader:
         """Return a warning for each column whose texts the last iteration did not read."""
         num_rows = sum(count.conversations for count in self.read)
         found = []
-        for column, number in self.unread.most_common():
-            columns = yaml.safe_dump(
-                self._columns_of[column], default_flow_style=True, sort_keys=False, width=1000
-            )
+        for (column, asked), number in self.unread.most_common():
+            columns = f"{{instruction: {asked}, input: {json.dumps(column, ensure_ascii=False)}}}"
             found.append(
                 f"`{column[:40]}` has text in {number:,} of {num_rows:,} rows of {self.name} and is"
                 " not read. To append it to the question, add this to the source in"
-                f" seeds.sources: columns: {columns.strip()}."
+                f" seeds.sources: columns: {columns}."
             )
         return found
 
@@ -179,9 +175,7 @@ class SourceReader:
                 if isinstance(outcome, Conversation):
                     found_one = True
                     count.conversations += 1
-                    for column, columns in unread_texts(row, self._settings).items():
-                        self.unread[column] += 1
-                        self._columns_of.setdefault(column, {}).update(columns)
+                    self.unread.update(unread_texts(row, self._settings))
                 elif number == 0:
                     what = f"No row is a conversation. The first one: {outcome.detail}"
                 count.rows += 1

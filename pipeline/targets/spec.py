@@ -379,8 +379,6 @@ def _why_not_verifiable(config: PretrainedConfig) -> str | None:
     if config.is_encoder_decoder:
         return "it is an encoder-decoder"
     architectures = config.architectures or []
-    if not isinstance(architectures, list):
-        return f"its architectures are {architectures!r}, no list of names"
     # A model with its own code names its classes in `auto_map`.
     names = " ".join([*architectures, *(getattr(config, "auto_map", None) or {})])
     if architectures and "CausalLM" not in names and "LMHeadModel" not in names:

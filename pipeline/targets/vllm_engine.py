@@ -50,12 +50,6 @@ CPU_BATCH_TOKENS = 4096
 ROWS_WAITING = 64  # queued in the engine while the caller works
 SET_NUM_THREADS = torch.set_num_threads  # vLLM replaces it
 LEFT_IN_ENVIRONMENT = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
-# By default vLLM prefers Mistral's own format, `consolidated*.safetensors`, if it is there too.
-WEIGHTS = {
-    "load_format": "hf",
-    "config_format": "hf",
-    "ignore_patterns": ["original/**/*", "consolidated*"],
-}
 
 
 class VLLMGenerationEngine:
@@ -257,16 +251,13 @@ def engine_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> di
         _require_no_quantization(spec)
     context = context_length(spec)
     arguments = {
-        "model": spec.model,
-        "revision": spec.revision,
-        "dtype": spec.dtype,
+        **_model_arguments(spec),
         "trust_remote_code": spec.trust_remote_code,
         "max_model_len": context,
         "tensor_parallel_size": max(gpus, 1),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
-        **WEIGHTS,
     }
     if gpus > 1:  # the worker's own GPUs; with Ray vLLM would reserve others
         arguments["distributed_executor_backend"] = "mp"
@@ -286,13 +277,8 @@ def serving_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> d
             quantized by bitsandbytes, which vLLM does not have.
     """
     _require_no_quantization(spec)
-    arguments: dict[str, Any] = {
-        "model": spec.model,
-        "revision": spec.revision,
-        "dtype": spec.dtype,
-        "served_model_name": Path(spec.model).name if is_local(spec.model) else spec.model,
-        **WEIGHTS,
-    }
+    arguments = _model_arguments(spec)
+    arguments["served_model_name"] = Path(spec.model).name if is_local(spec.model) else spec.model
     if gpus > 1:
         arguments["tensor_parallel_size"] = gpus
     if spec.max_tokens:
@@ -301,6 +287,21 @@ def serving_arguments(spec: TargetSpec, engine_args: EngineArgs, gpus: int) -> d
         room = CPU_KV_CACHE_BYTES // (2 * _cached_bytes(spec))
         arguments.update(_cpu_arguments(spec, min(room, context_length(spec))))
     return {**arguments, **engine_args}
+
+
+def _model_arguments(spec: TargetSpec) -> dict[str, Any]:
+    """Return vLLM's arguments that name the target's weights.
+
+    By default vLLM prefers Mistral's own format, `consolidated*.safetensors`, if it is there too.
+    """
+    return {
+        "model": spec.model,
+        "revision": spec.revision,
+        "dtype": spec.dtype,
+        "load_format": "hf",
+        "config_format": "hf",
+        "ignore_patterns": ["original/**/*", "consolidated*"],
+    }
 
 
 def _require_no_quantization(spec: TargetSpec) -> None:

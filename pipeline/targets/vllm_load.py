@@ -84,13 +84,13 @@ def serve_under_load(
     """Measure vLLM servers for each task; return the figures of each task's load levels.
 
     Servers run one after another: one of each task, `SERVERS` times. Texts are greedy and end at
-    the target's own EOS ids. Prefixes are not cached. An optional task whose first server fails has
-    the reason instead of figures. If a later server fails, the passes before it count.
+    the target's own EOS ids. Prefixes are not cached. An optional task of which a server fails has
+    the reason instead of figures.
 
     Raises:
         ConfigError: As `engine_arguments` does.
-        EnvironmentFault: vLLM is not importable, GPUs are missing, a first server cannot start, or
-            its requests fail.
+        EnvironmentFault: vLLM is not importable, GPUs are missing, a server cannot start, or its
+            requests fail.
     """
     passes: list[list[LoadFigures]] = [[] for _ in tasks]
     failures: dict[int, str] = {}
@@ -100,10 +100,10 @@ def serve_under_load(
         try:
             passes[number] += in_own_process(measure_server, task, on_report)
         except MedusaDistillError as error:
-            if not task.optional and not passes[number]:
+            if not task.optional:
                 raise
             failures[number] = one_line(error)
-    return [fastest_passes(each) or failures[number] for number, each in enumerate(passes)]
+    return [failures.get(number) or fastest_passes(each) for number, each in enumerate(passes)]
 
 
 def measure_server(task: LoadTask, report: Report) -> list[LoadFigures]:

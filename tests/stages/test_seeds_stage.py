@@ -156,7 +156,7 @@ def test_text_that_is_not_read_gives_a_warning(made, tmp_path):
     path = tmp_path / "seeds.jsonl"
     path.write_text(lines(rows))
     (warning,) = made(path).summary["warnings"]
-    assert "`context` has text in 40 of 40 rows" in warning and "input: context}" in warning
+    assert "`context` has text in 40 of 40 rows" in warning and 'input: "context"}' in warning
 
 
 def test_every_row_of_a_dirty_file_is_accounted_for(made, tmp_path):
