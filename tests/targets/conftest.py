@@ -31,7 +31,7 @@ SHAPE = {
 }
 
 
-def _save(model, directory, eos):
+def save_target(model, directory, eos):
     ends = {"bos_token_id": 1, "eos_token_id": list(eos), "pad_token_id": 0}
     model.generation_config = GenerationConfig(**ends)
     model.save_pretrained(directory)
@@ -44,7 +44,7 @@ def _save(model, directory, eos):
 def random_target(tmp_path_factory):
     """A Llama with grouped queries and random weights, wide enough for distinct greedy choices."""
     model = tiny_llama(**SHAPE, initializer_range=0.2)
-    return _save(model, tmp_path_factory.mktemp("random"), EOS)
+    return save_target(model, tmp_path_factory.mktemp("random"), EOS)
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +58,7 @@ def counting_target(tmp_path_factory):
         model.lm_head.weight.copy_(embedding.roll(1, dims=0))
         model.model.layers[0].self_attn.o_proj.weight.zero_()
         model.model.layers[0].mlp.down_proj.weight.zero_()
-    return _save(model, tmp_path_factory.mktemp("counting"), (2,))
+    return save_target(model, tmp_path_factory.mktemp("counting"), (2,))
 
 
 @pytest.fixture(scope="session")
