@@ -90,6 +90,7 @@ class Costs:
             tokens=self.states,
             tokens_per_sample=0,
             bytes_per_position=0,
+            row_layers=0,
             bound="at most",
             positions=self.positions,
             recipes=(self.recipe,),

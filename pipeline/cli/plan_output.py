@@ -35,7 +35,7 @@ from pipeline.run.stage_status import FINISHED, StageStatus, stage_statuses
 from pipeline.stages.seeds import require_enough_rows
 from pipeline.storage.atomic import free_disk, require_free_disk
 from pipeline.storage.receipts import Summary
-from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.run_directory import CACHES, RunDirectory
 from pipeline.training.recipe import too_few_steps
 
 ACTIONS = {"done": "kept", "failed": "kept", "skipped": "skip"}  # by a stage's status; else it runs
@@ -69,7 +69,7 @@ def print_plan(run: ResolvedRun) -> None:
     _print_stages(console, statuses)
     _print_lines(console, notes)
     _print_lines(console, _seed_lines(seeds))
-    _print_lines(console, _size_lines(size, statuses["features"], context))
+    _print_lines(console, _size_lines(size, statuses, context))
     if statuses["seeds"].finished is None and size.conversations is not None:
         require_enough_rows(size.conversations, run.config.seeds.holdout, "seeds.sources")
     _print_lines(console, _training_lines(size))
@@ -110,14 +110,10 @@ def _seed_lines(seeds: Summary | None) -> Iterator[str]:
         yield f"\nThe seeds stage drops {sum(reasons.values()):,} rows: {', '.join(shown)}."
 
 
-def _size_lines(size: RunSize, features: StageStatus, context: Context) -> Iterator[str]:
+def _size_lines(
+    size: RunSize, statuses: Mapping[str, StageStatus], context: Context
+) -> Iterator[str]:
     """Yield lines of `plan` on conversations, tokens and disk space; warn if space is short."""
-    if size.bytes_per_position is None:
-        need = "states of unknown size (the target's configuration cannot be read)"
-    elif size.bytes_per_position:
-        need = f"{size.bytes_per_position:,} bytes of states per token"
-    else:
-        need = "no states to cache"
     if size.tokens is None:
         work = "An unknown number of conversations (data sets on the Hub have no limit)"
     else:
@@ -128,15 +124,32 @@ def _size_lines(size: RunSize, features: StageStatus, context: Context) -> Itera
             work += f", at most {size.tokens:,} tokens (every answer as long as allowed)"
         else:
             work += f", {size.tokens:,} tokens"
-        if size.disk_bytes is not None:
-            need += f", {decimal(size.disk_bytes)}"
-    cached = 0
-    if features.directory is not None and features.made:
-        cached = sum(path.stat().st_size for path in features.directory.parquet_files())
     free = free_disk(context.run.store)
-    yield f"\n{work}, {need}; {decimal(free)} of disk space are free."
-    if features.status != "done" and (size.disk_bytes or 0) - cached > free:
+    yield f"\n{work}, {_states_of_tokens(size)}; {decimal(free)} of disk space are free."
+    if size.row_layers and size.bytes_per_position:
+        yield (
+            f"The states include outputs of {size.row_layers} layers at every token, prompts"
+            f" included: {size.bytes_per_position:,} bytes of each, about"
+            f" {decimal(size.layer_bytes)} per layer."
+        )
+    missing = size.disk_bytes or 0
+    for name in CACHES:
+        stage = statuses.get(name)
+        if stage is not None and stage.directory is not None and stage.made:
+            missing -= sum(path.stat().st_size for path in stage.directory.parquet_files())
+    is_done = all(statuses[name].status == "done" for name in CACHES if name in statuses)
+    if not is_done and missing > free:
         yield "! The states do not fit on the disk: set a larger run.store, or limit seeds.sources."
+
+
+def _states_of_tokens(size: RunSize) -> str:
+    """Return the bytes of cached states per token and in all, as part of a line of `plan`."""
+    if size.bytes_per_position is None:
+        return "states of unknown size (the target's configuration cannot be read)"
+    if not size.bytes_per_position:
+        return "no states to cache"
+    need = f"{size.bytes_per_position:,} bytes of states per token"
+    return need if size.disk_bytes is None else f"{need}, {decimal(size.disk_bytes)}"
 
 
 def _training_lines(size: RunSize) -> Iterator[str]:

@@ -27,6 +27,7 @@ from pipeline.training.recipe import Recipe
 from pipeline.training.task import Learner, product_dtype
 
 TOLERANCE = 0.2  # of an estimate of memory
+PROMPT_SHARE = 0.3  # tokens of prompts per token that the target writes: UltraChat's
 MANY_POSITIONS = 10**8  # so many that a recipe has the largest batches
 KEPT_FOR_BACKWARD = 36  # activations of a token in a Llama-like decoder layer, over D
 KEPT_BY_MATRICES = 1.75  # activations of a position in heads: factor on their matrices' size over D
@@ -51,6 +52,7 @@ class RunSize:
     samples: int  # answers to each training prompt
     tokens: int | None  # that the target writes; each has one cached state
     bytes_per_position: int | None  # 0 where no state is cached; None if the target is unknown
+    row_layers: int  # whose outputs are cached too, at every token
     is_bound: bool  # whether `tokens` is an upper bound; else it is a count
     positions: int  # to train on; 0 if unknown
     recipes: tuple[Recipe, ...]  # of the training phases; empty if unknown
@@ -60,7 +62,12 @@ class RunSize:
         """The estimated bytes on disk of the cached states; None if unknown."""
         if self.tokens is None or self.bytes_per_position is None:
             return None
-        return self.tokens * self.bytes_per_position
+        return self.tokens * self.bytes_per_position + self.row_layers * self.layer_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """The estimated bytes on disk of a layer's outputs at every token; 0 if unknown."""
+        return round((1 + PROMPT_SHARE) * (self.tokens or 0)) * (self.bytes_per_position or 0)
 
 
 def on_planned_gpus(run: ResolvedRun) -> ResolvedRun:
@@ -118,6 +125,7 @@ def run_size(
         samples=samples,
         tokens=tokens,
         bytes_per_position=stored,
+        row_layers=len(run.shape.row_layers),
         is_bound=generated is None,
         positions=positions,
         recipes=tuple(recipes),

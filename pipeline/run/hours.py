@@ -23,6 +23,7 @@ from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS
 from pipeline.evaluation.served_figures import NUM_IN_TURN
 from pipeline.execution.machine import copy_rate, product_rate
 from pipeline.run.estimate import (
+    PROMPT_SHARE,
     RunSize,
     count_trained,
     heads_to_count,
@@ -41,7 +42,6 @@ OF_PRODUCTS = 0.54  # measured ones
 OF_PEAK = 0.40
 OF_PEAK_BANDWIDTH = 0.49
 
-PROMPT_SHARE = 0.3  # tokens of prompts per token that the target writes: UltraChat's
 REQUESTS = 256  # that vLLM answers at once
 ENGINE_MEMORY = 0.92  # of a GPU's memory, which vLLM takes
 OPTIMIZER_BYTES = 40  # per trained parameter: read and write weight, gradient and two moments

@@ -66,6 +66,15 @@ def test_plan_bounds_tokens_and_states(command, config_file, words, said, tokens
     assert "unknown number of conversations" in unknown
 
 
+def test_plan_counts_the_outputs_of_layers_at_every_token(command, config_file):
+    """1,280 tokens and three tenths as many of prompts, 256 bytes each, of every layer."""
+    out = command("plan", config_file, "train.heads=eagle3", "train.eagle3.layers=[1,2]").out
+    assert line_of("row-features", out).split()[1] == "run"
+    assert "256 bytes of states per token, 1.2 MB" in out  # 1,280 and 2 x 1,664 of them
+    assert "outputs of 2 layers at every token" in out and "about 426.0 kB per layer" in out
+    assert "row-features" not in command("plan", config_file).out
+
+
 def test_plan_counts_steps_and_warns_of_too_few(command, config_file, copied_run):
     """At most 2 answers of 15 tokens of each of the 24 conversations that are not held out."""
     out = command("plan", config_file, "train.batch_tokens=1").out

@@ -43,7 +43,7 @@ def hours_of(make_config, tmp_path):
             learner.expected_recipe(config.train, tokens, run.shape.hidden_size, run.kind)
             for _, learner in run.method.phases(config.train)
         )
-        size = RunSize(conversations, 1, tokens, 0, False, tokens, recipes)
+        size = RunSize(conversations, 1, tokens, 0, 0, False, tokens, recipes)
         return Hours(run, size, sizes, dict.fromkeys(("generate", "features", "train"), rates))
 
     return make
