@@ -152,7 +152,7 @@ class RejectedRow:
 
         The record holds `row` as `storable_json` converts it.
         """
-        return cls(id, rejected.reason, escape_surrogates(rejected.detail), storable_json(row))
+        return cls(id, rejected.reason, storable_json(rejected.detail), storable_json(row))
 
 
 def utf8_text(text: str) -> str:
@@ -170,11 +170,6 @@ def utf8_text(text: str) -> str:
             f"{place} is not UTF-8, or half of a surrogate pair.",
         ) from None
     return text
-
-
-def escape_surrogates(text: str) -> str:
-    """Escape lone surrogates in a text, so that UTF-8 can encode it."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def storable_json(value: Any) -> Any:

@@ -86,7 +86,8 @@ def require_both_sides(template: ChatTemplate, mode: str) -> None:
     """
     if mode == "self-talk" and not template.end_ids["user"]:
         raise ConfigError(
-            "The target cannot write the user's side: no token of its chat template ends it.",
+            "The target cannot write the user's side: its chat template has no token that ends a"
+            " user message.",
             "generate.mode: self-talk",
             "Use generate.mode=replay.",
         )

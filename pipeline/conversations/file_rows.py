@@ -122,7 +122,7 @@ def json_rows(file: io.BufferedReader, path: Path) -> Iterator[Any]:
         try:
             yield json.loads(line)
         except (ValueError, RecursionError) as error:
-            yield unreadable_row(Reason.BROKEN_JSON, f"It is not valid JSON: {error}.", line)
+            yield unreadable_row(Reason.BROKEN_JSON, f"The row is not valid JSON: {error}.", line)
 
 
 def _array_items(text: io.TextIOWrapper, path: Path) -> Iterator[Any]:
@@ -206,7 +206,7 @@ def delimited_rows(
         header = next(records)
     except csv.Error as error:  # a quotation mark that is never closed
         raise DataError(
-            f"The header is no record: {error}.",
+            f"The header is not a CSV record: {error}.",
             path,
             "Close its quotation mark, or name another file.",
         ) from error
@@ -217,10 +217,10 @@ def delimited_rows(
         except StopIteration:
             return
         except csv.Error as error:  # a quotation mark that is never closed
-            yield unreadable_row(Reason.BROKEN_ROW, f"It is no record: {error}.")
+            yield unreadable_row(Reason.BROKEN_ROW, f"The row is not a CSV record: {error}.")
             continue
         if len(record) == len(header):
             yield dict(zip(header, record, strict=True))
         elif record:
-            detail = f"It has {len(record)} fields, and the header names {len(header)} columns."
+            detail = f"The row has {len(record)} fields, and the header {len(header)} columns."
             yield unreadable_row(Reason.BROKEN_ROW, detail, delimiter.join(record))

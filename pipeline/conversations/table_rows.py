@@ -44,7 +44,7 @@ def table_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
         if isinstance(error, OSError) and error.errno:
             raise  # of the file system
         raise DataError(
-            f"The file is damaged, or is no such table: {' '.join(str(error).split())[:200]}",
+            f"The file is damaged, or is not a table: {' '.join(str(error).split())[:200]}",
             path,
             "Copy or download it again.",
         ) from error
@@ -90,7 +90,7 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
             for number in range(len(batch)):
                 yield from _batch_rows(batch.slice(number, 1))
             return
-        rows = [unreadable_row(Reason.UNDECODABLE, f"It cannot be read: {error}.")]
+        rows = [unreadable_row(Reason.UNDECODABLE, f"The row cannot be read: {error}.")]
     yield from rows
 
 

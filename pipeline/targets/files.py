@@ -310,5 +310,5 @@ def _hub_write_error(error: Exception, subject: str, where: str) -> EnvironmentF
         f"The {subject} cannot be written now: {' '.join(redacted(text).split())}.",
         where,
         f"{NETWORK}, log in with a token that may write there (`hf auth login`, HF_TOKEN), and run"
-        " the same command again: what has arrived is not sent twice.",
+        " the same command again: uploaded files are not sent twice.",
     )

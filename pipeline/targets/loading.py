@@ -41,7 +41,7 @@ def require_gpus(num_gpus: int) -> None:
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if visible < num_gpus:
         raise EnvironmentFault(
-            f"{num_gpus} GPUs are asked for and {visible} are visible.",
+            f"The settings ask for {num_gpus} GPUs, and {visible} are visible.",
             "placement",
             "Set gpus_per_worker to what a node has (0 runs on the CPU), or install torch with"
             " CUDA.",
@@ -233,7 +233,7 @@ def verify_tap(model: PreTrainedModel) -> None:
         tapped_BTD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
     except RuntimeError as error:
         raise EnvironmentFault(
-            f"The target cannot compute here: {one_line(error)}.",
+            f"The target cannot run on this machine: {one_line(error)}.",
             files.WHERE,
             OTHER_KERNELS,
         ) from error
@@ -252,8 +252,7 @@ def verify_tap(model: PreTrainedModel) -> None:
         raise ConfigError(
             "The target's last hidden state is not what its lm_head reads.",
             files.WHERE,
-            "Heads need lm_head to read the last hidden state after the final norm, and nothing in"
-            " between.",
+            "Choose a target whose lm_head reads the last hidden state right after the final norm.",
         )
 
 

@@ -52,7 +52,7 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
         missed.append("the target's lm_head")
     if missed:
         raise ConfigError(
-            f"LoRA does not find {', '.join(missed[:3])}: the backbone cannot be tuned whole.",
+            f"LoRA cannot adapt {', '.join(missed[:3])}, so it cannot tune the whole backbone.",
             files.WHERE,
             HEADS_ALONE,
         )

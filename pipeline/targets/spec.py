@@ -176,7 +176,7 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
             raise
         except Exception as error:  # the tokenizers library raises plain Exception
             raise ConfigError(
-                f"The target {spec.model} has no tokenizer that loads.",
+                f"transformers cannot load a tokenizer for the target {spec.model}.",
                 files.WHERE,
                 "Put the tokenizer's files beside the weights (`tokenizer.save_pretrained`).",
             ) from error
@@ -204,8 +204,8 @@ def load_chat_template(
     token = template.token_from(num_embeddings, special_tokens)
     if token is not None:
         raise ConfigError(
-            f"A prompt can hold the token {token}, and the target embeds ids below"
-            f" {num_embeddings} only.",
+            f"A prompt can contain the token {token}, but the target has embeddings only for ids"
+            f" below {num_embeddings}.",
             files.WHERE,
             "Name the tokenizer's own model, or resize the embedding (`resize_token_embeddings`)"
             " and train it.",
@@ -315,7 +315,7 @@ def _stated_eos_ids(spec: TargetSpec, config: PretrainedConfig) -> tuple[int, ..
             raise ConfigError(
                 f"The target's eos_token_id is {value}, not token ids below {len(vocabulary)}.",
                 f"eos_token_id in {path}",
-                "Correct it there.",
+                "Correct the file.",
             )
         return tuple(sorted(set(ids)))
     return None

@@ -56,11 +56,9 @@ STRICT = {"on_truncated": "quarantine"}
         (LATE, "One.|Two…", "Hello?|One."),
         (STRICT, "One.|Two…", Reason.TRUNCATED),
         ({}, f"One.|{LOOP}…", "Hello?|One."),
-        ({}, f"{LOOP}…", Reason.DEGENERATE_LOOP),
         ({}, "One.|", "Hello?|One."),
         ({}, "", Reason.NOTHING_GENERATED),
         (SELF_TALK, "One.|A question?|Two.", "Hello?|One.|A question?|Two."),
-        (SELF_TALK, "One…|A question…|Two.", "Hello?|One…|A question…|Two."),
         (SELF_TALK, "One.|", "Hello?|One."),
     ],
 )

@@ -108,7 +108,6 @@ FOREIGN = [
     ("chatml", "<|im_end|>", "</s>"),
     ("llama-3", "<|eot_id|>", "<|eom_id|>"),
     ("glm", "<|user|>", "<|observation|>"),
-    ("glm", "<|user|>", "</s>"),
 ]
 
 
@@ -156,12 +155,10 @@ THOUGHT, EMPTY = "<think>\n", "<think>\n\n</think>\n\n"
     ("prefilled", "recorded", "learned"),
     [
         (THOUGHT, "<think>\nHm.\n</think>\n\nYes.", "Hm.\n</think>\n\nYes."),
-        (THOUGHT, "<think>Hm.</think>Yes.", "Hm.</think>Yes."),
         (THOUGHT, "<think>\n\n</think>\n\nYes.", "\n</think>\n\nYes."),
         (THOUGHT, "Hm.\n</think>\n\nYes.", "Hm.\n</think>\n\nYes."),
         (EMPTY, "<think>\n\n</think>\n\nYes.", "Yes."),
         (EMPTY, "Yes.", "Yes."),
-        ("", "assistant\nYes.", "assistant\nYes."),
     ],
 )
 def test_a_recorded_answer_begins_after_what_its_prompt_holds(

@@ -45,14 +45,11 @@ def table_file(table: pa.Table, kind: str) -> bytes:
 TABLE = pa.Table.from_pylist(ROWS).append_column("noise", [[b"\xff" * 100] * 200])
 FILES = {
     "a.jsonl": JSONL.encode(),
-    "crlf-and-blank-lines.jsonl": JSONL.replace("\n", "\r\n\r\n").encode(),
     "byte-order-mark.json": b"\xef\xbb\xbf \n" + json.dumps(ROWS).encode(),
     "utf-16.jsonl": JSONL.encode("utf-16"),
     "utf-16-big-endian.json": ("\ufeff" + json.dumps(ROWS)).encode("utf-16-be"),
     "utf-16.csv.gz": gzip.compress("\n".join(["prompt", *TEXTS]).encode("utf-16")),
-    "lines-called.json": JSONL.encode(),
     "packed-called.jsonl": gzip.compress(json.dumps(ROWS).encode()),
-    "a.txt.gz": gzip.compress("\n\n".join(TEXTS).encode()),
     "a.csv": "\n".join(["id,prompt", *(f"{n},{text}" for n, text in enumerate(TEXTS))]).encode(),
     "table-called.jsonl": table_file(TABLE, "parquet"),
     "a.feather": table_file(TABLE, "feather"),
@@ -125,8 +122,6 @@ def test_a_damaged_file_gives_storable_rows_or_a_named_error(name, seed, tmp_pat
         ("a.txt", b"\xff\xfea\0\n\0\x41\xd8\n\0c\0\n\0d", "a | undecodable | c | undecodable"),
         ("a.csv", b"\xef\xbb\xbfid,prompt\n1,a?\n\n2,b?\r\n", "a? | b?"),
         ("a.CSV", b"id;prompt\n1;a,b?", "a,b?"),
-        ("a.csv", b"id\tprompt\n1\ta,b?", "a,b?"),
-        ("a.tsv", b"prompt\tid,x,y\na?\t1", "a?"),
         ("a.csv", b'prompt,id\n"a, so\n""they"" say?",1', 'a, so\n"they" say?'),
         ("a.csv", b"prompt,id\na?,1\none,too,many\none\nb?,2", "a? | broken-row | broken-row | b?"),
         ("a.csv", b'prompt\na?\n"%s\nb?' % (b"never closed\n" * 80), "a? | too-long"),
@@ -147,9 +142,7 @@ def test_an_array_is_the_same_in_chunks_of_any_size(tmp_path, monkeypatch, chunk
             assert list(file_rows.json_rows(file, path)) == items
 
 
-@pytest.mark.parametrize(
-    "text", ["[", '["a?", {"pro', '["a?"', '["a?",, "b?"]', '["a?"] ]', '["a?"]["b?"]', '["a?" 7]']
-)
+@pytest.mark.parametrize("text", ['["a?", {"pro', '["a?",, "b?"]', '["a?"] ]'])
 def test_a_malformed_array_is_an_error(text, tmp_path):
     with pytest.raises(DataError, match=r"after \d rows"):
         read(written(tmp_path / "a.json", text))

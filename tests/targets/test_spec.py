@@ -11,7 +11,6 @@ from transformers import (
     AutoConfig,
     DeepseekV3Config,
     LlamaConfig,
-    Qwen3Config,
 )
 
 from pipeline.config import TargetConfig
@@ -142,7 +141,7 @@ def test_a_directory_that_is_no_target_is_refused(tmp_path):
 
 def test_a_target_that_transformers_cannot_read_is_refused(copied):
     (copied / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match="no tokenizer that loads"):
+    with pytest.raises(ConfigError, match="cannot load a tokenizer"):
         load_tokenizer(TargetSpec(str(copied)))
     edit(copied / "config.json", model_type="perceptron-9000")
     with pytest.raises(ConfigError, match="trust_remote_code"):
@@ -196,9 +195,7 @@ def test_a_target_that_cannot_verify_a_tree_is_refused(model_type, words):
 def test_attention_in_every_layer_is_accepted():
     for config in (
         LlamaConfig(architectures=["LlamaForCausalLM"]),
-        Qwen3Config(use_sliding_window=True, max_window_layers=2),
         AutoConfig.for_model("gpt2", architectures=["GPT2LMHeadModel"]),
-        AutoConfig.for_model("mixtral"),
     ):
         require_verifiable(config)
 
