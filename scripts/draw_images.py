@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pipeline.artifacts.json_form import from_json
 from pipeline.report.documents import render_html
-from pipeline.report.report import Extras, Report
+from pipeline.report.report import Report
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
@@ -372,7 +372,7 @@ def kind_of(words: str) -> str:
 def report() -> str:
     """Draw the top of the demo's report.html, at a fixed width."""
     figures = json.loads((IMAGES / "demo-report.json").read_text(encoding="utf-8"))
-    page = render_html(from_json(Report, figures), Extras())
+    page = render_html(from_json(Report, figures), [])
     style = page.split("<style>")[1].split("</style>")[0]
     body = page.split("<body>")[1].split("</body>")[0]
     return (

@@ -19,8 +19,6 @@ LOADED = [
     *(
         "pandas",
         "torch.utils.tensorboard",
-        "matplotlib.figure",
-        "matplotlib.backends.backend_svg",
         "tests.unsynced",
         "tests.frozen",
     ),

@@ -1,14 +1,15 @@
 """Rendering of a run's report as report.json, report.md, report.html, and in a terminal.
 
 report.html is self-contained, for desktop and phone, light and dark. Its Content-Security-Policy
-forbids loading files and running scripts. The template escapes all text; only the plots and the
-style sheet are inserted as markup.
+forbids loading files and running scripts. The template escapes all text; only the style sheet is
+inserted as markup.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
@@ -16,6 +17,7 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.text import Text
 
+from pipeline.artifacts.check_result import Sample
 from pipeline.artifacts.json_form import to_json
 from pipeline.formatting import ratio
 from pipeline.report.check_tables import (
@@ -32,7 +34,7 @@ from pipeline.report.facts import (
     report_title,
     speed_outcomes,
 )
-from pipeline.report.report import Extras, Report
+from pipeline.report.report import Report
 from pipeline.report.tables import (
     chain_table,
     drift_table,
@@ -58,13 +60,13 @@ PAGES.filters.update(ratio=ratio)
 COLOURS = {True: "bold green", False: "bold red", None: "bold yellow"}
 
 
-def report_texts(report: Report, extras: Extras) -> dict[str, str]:
+def report_texts(report: Report, samples: Sequence[Sample]) -> dict[str, str]:
     """Render report.json, report.md and report.html; return their contents by file name."""
     content = json.dumps(to_json(report), indent=2, ensure_ascii=False, allow_nan=False)
     return {
         "report.json": content + "\n",
         "report.md": render_markdown(report),
-        "report.html": render_html(report, extras),
+        "report.html": render_html(report, samples),
     }
 
 
@@ -117,18 +119,15 @@ def render_markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def render_html(report: Report, extras: Extras) -> str:
+def render_html(report: Report, samples: Sequence[Sample]) -> str:
     """Render report.html; the same report gives the same bytes."""
-    from pipeline.report.plots import draw_plots  # imports matplotlib, which is slow
-
     return PAGES.get_template("page.html").render(
         title=report_title(report),
         subtitle=report_subtitle(report),
         outcomes=report_outcomes(report),
         warnings=report_warnings(report),
         tables=report_tables(report),
-        plots={name: Markup(drawing) for name, drawing in draw_plots(extras).items()},
-        samples=extras.samples,
+        samples=samples,
         css=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
     )
 
@@ -161,4 +160,4 @@ def print_report(report: Report, console: Console, directory: Path) -> None:
         tables.append(quarantine)
     print_tables(tables, console)
     console.print()
-    print_text(f"All tables and plots: {directory / 'report.html'}", console, "bold")
+    print_text(f"All tables: {directory / 'report.html'}", console, "bold")

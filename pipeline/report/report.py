@@ -1,4 +1,4 @@
-"""Dataclasses of a report: the content of report.json, and the data of plots and samples.
+"""Dataclasses of a report: the content of report.json.
 
 Field names are the keys of report.json. The part of a stage that has not run is None, and None is
 left out of report.json.
@@ -11,14 +11,13 @@ from dataclasses import field
 from pipeline.artifacts.check_result import (
     CheckFigures,
     NativeFigures,
-    Sample,
     ServedModel,
     Studies,
     TunedDrift,
     VllmFigures,
 )
 from pipeline.artifacts.json_form import result
-from pipeline.artifacts.tree_file import Accuracy, Calibration, TreeFigures
+from pipeline.artifacts.tree_file import Accuracy, TreeFigures
 from pipeline.conversations.sources import FileCount
 
 STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
@@ -121,25 +120,3 @@ class Report:
         if self.vllm and self.vllm.studies:
             return self.vllm.studies
         return Studies()
-
-
-@result
-class CurvePoint:
-    """A point of the training curves, read from one line of metrics.jsonl."""
-
-    step: int
-    loss: float | None = None
-    head_losses: list[float | None] = field(default_factory=list)
-    backbone_loss: float | None = None
-    head_top1: list[float | None] = field(default_factory=list)
-    kl: float | None = None  # KL divergence to the original target
-
-
-@result
-class Extras:
-    """The data of a report's plots and samples, which is not in report.json."""
-
-    calibration: Calibration | None = None
-    losses: list[CurvePoint] = field(default_factory=list)
-    held_out: list[CurvePoint] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)

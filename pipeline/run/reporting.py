@@ -8,19 +8,16 @@ from dataclasses import replace
 
 from pipeline.artifacts.check_result import CheckResult, Limits
 from pipeline.artifacts.json_form import from_json
-from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.execution.machine import hardware, versions
 from pipeline.export.card import Licence, Published, model_card
 from pipeline.heads.kinds import head_kind
 from pipeline.report.documents import print_report, report_texts
-from pipeline.report.report import Extras, Report, RunFacts
+from pipeline.report.report import Report, RunFacts
 from pipeline.run.context import Context
 from pipeline.storage.atomic import write_text
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.training.methods import method_of
-from pipeline.training.metrics import FILE as METRICS_FILE
-from pipeline.training.metrics import read_curves
 
 FIGURES = ("seeds", "generate", "features", "train", "export")  # parts of Report: stage summaries
 
@@ -29,10 +26,11 @@ def publish_report(context: Context) -> None:
     """Write the run's report files and the model card of its export, and print the report."""
     config = context.config
     report = assemble_report(context.run, config)
-    extras = drawing_data(context.run)
-    if not config.report.show_text:
-        extras = replace(extras, samples=[])
-    for name, text in report_texts(report, extras).items():
+    samples = []
+    check = context.run.latest("check")
+    if config.report.show_text and check and check.done:
+        samples = from_json(CheckResult, check.summary).samples
+    for name, text in report_texts(report, samples).items():
         write_text(context.run.path / name, text)
     to = context.resolved.repositories
     tuned = context.resolved.method.tunes_backbone
@@ -104,22 +102,3 @@ def assemble_report(run: RunDirectory, config: Config, without: Collection[str] 
         versions=check.versions or versions(),
         seconds_by_stage=seconds,
     )
-
-
-def drawing_data(run: RunDirectory) -> Extras:
-    """Read the data of the report's plots and samples: tree, training curves and answers.
-
-    Only finished stages are read. Curves are left out if their log is damaged.
-    """
-    calibration = None
-    found = {}
-    for name, stage in run.stages().items():
-        if stage.done is None:
-            continue
-        if name == "calibrate":
-            calibration = read_calibration(stage.path)
-        elif name == "check":
-            found["samples"] = stage.summary.get("samples", [])
-        elif name == "train" and stage.intact(METRICS_FILE):
-            found["losses"], found["held_out"] = read_curves(stage.path)
-    return replace(from_json(Extras, found), calibration=calibration)

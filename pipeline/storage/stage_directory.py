@@ -342,11 +342,6 @@ class StageDirectory:
             else:
                 self._drop_result(keep=SHARD_FOLDERS)
 
-    def intact(self, name: str) -> bool:
-        """Return whether the file of this relative path is recorded and unchanged."""
-        facts = self._file_facts().get(self.path / name)
-        return facts is not None and facts.renewed(self.path / name) is not None
-
     def verify(self) -> list[str]:
         """Read the recorded files, or the shards of an unfinished stage; return the problems found.
 

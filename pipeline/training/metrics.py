@@ -234,27 +234,3 @@ def read_metrics(directory: Path) -> Iterator[Line]:
     for line in path.read_bytes().splitlines():
         with contextlib.suppress(ValueError):
             yield json.loads(line)
-
-
-def read_curves(directory: Path) -> tuple[list[Line], list[Line]]:
-    """Read the training steps and the held-out evaluations from metrics.jsonl, as two lists.
-
-    A step is a line of the file. An evaluation has `step`, `head_losses`, `head_top1` and, for
-    Medusa-2, `kl`. Both lists are empty if the file does not exist.
-    """
-    trained = []
-    held_out = []
-    for line in read_metrics(directory):
-        if "loss" in line:
-            trained.append(line)
-        heads = line.get("held_out")
-        if heads:
-            row = {
-                "step": line["step"],
-                "head_losses": [head["loss"] for head in heads],
-                "head_top1": [head["top1"] for head in heads],
-            }
-            if "drift" in line:
-                row["kl"] = line["drift"].get("kl")
-            held_out.append(row)
-    return trained, held_out

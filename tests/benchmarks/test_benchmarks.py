@@ -41,7 +41,6 @@ def tiny_result(tmp_path_factory):
         with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as place:
             patched.setattr("tempfile.tempdir", place)
             patched.setattr("benchmarks.targets.DEMO_TARGET", untrained)
-            patched.setattr("pipeline.report.plots.draw_plots", lambda *_: {})
             found[name] = importlib.import_module(f"benchmarks.{name}").measure(tiny=True)
             assert os.listdir(place) == []
         torch.set_num_threads(threads)

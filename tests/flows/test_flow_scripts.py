@@ -33,11 +33,6 @@ SHORT = (
 
 
 @pytest.fixture
-def no_plots(unrendered_plots) -> None:
-    """Plots are drawn of all studies, from what a flow has measured."""
-
-
-@pytest.fixture
 def story(tmp_path, tiny_target, tiny_seeds, monkeypatch):
     """`story("distill_zephyr", *words)` runs a flow on the tiny target, inline; its run is at
     `tmp_path`/<name>.

@@ -197,26 +197,6 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return get
 
 
-@pytest.fixture(autouse=True)
-def no_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plots in the reports of a flow's tests, but in `finished_run`: they take a third of a tiny
-    run's time.
-
-    A module that wants them overrides this fixture.
-    """
-    if "make_settings" in request.fixturenames:
-        monkeypatch.setattr("pipeline.report.plots.draw_plots", lambda *_: {})
-
-
-@pytest.fixture
-def unrendered_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plots are drawn from the data, but not written as SVG, which is four fifths of the work."""
-    blank = '<svg viewBox="0 0 1 1"></svg>'
-    monkeypatch.setattr(
-        "matplotlib.figure.Figure.savefig", lambda figure, file, **_: file.write(blank)
-    )
-
-
 @pytest.fixture(scope="session")
 def tiny_target(shared: Shared) -> Path:
     """A Llama of 64 dimensions and 2 layers on disk."""

@@ -1,4 +1,4 @@
-"""One whole report as report.json has it, and the data of its drawings."""
+"""One whole report as report.json has it, and the answers that it shows."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from pipeline.artifacts.check_result import Sample
 from pipeline.artifacts.json_form import from_json
 from pipeline.report.check_tables import engine_cells
 from pipeline.report.documents import print_report, render_html, report_texts
-from pipeline.report.report import Extras, Report
+from pipeline.report.report import Report
 
 HEADS = [
     {"labels": 99} | {f"top{k + 1}": p for k, p in enumerate(row)}
     for row in ((0.62, 0.74, 0.8, 0.82, 0.84), (0.4, 0.5, 0.6, 0.61, 0.66))
 ]
-CHOICES = [[0], [1], [0, 0], [0, 1], [1, 0]]
-NODE_SHARES = [0.62, 0.12, 0.248, 0.062, 0.048]
 
 SPEED = {"acceleration_rate": 1.9, "overhead": 1.2, "speedup": 1.583}
 RATES = {"tokens_per_second": 812.0, "baseline_tokens_per_second": 507.0, "speedup": 1.6}
@@ -89,19 +88,6 @@ REPORT: dict[str, Any] = {
 }
 
 EXTRAS: dict[str, Any] = {
-    "calibration": {
-        "choices": CHOICES,
-        "node_shares": NODE_SHARES,
-        "accuracies": [],
-        "expected_acceleration_rate": 2.098,
-        "num_speculative_tokens": 3,
-        "chain": [],
-    },
-    "losses": [
-        {"step": s, "loss": 5.0 - s / 100, "head_losses": [2.5, 3.5 - s / 100], "lr": 1e-3}
-        for s in range(50)
-    ],
-    "held_out": [{"step": 25, "loss": 4.8, "head_losses": [2.6, 3.4], "head_top1": [0.6, 0.4]}],
     "samples": [
         {
             "prompt": "Why a tree?",
@@ -119,13 +105,17 @@ def typed(report: dict) -> Report:
     return from_json(Report, report)
 
 
+def samples_of(extras: dict) -> list[Sample]:
+    return [from_json(Sample, each) for each in extras.get("samples", ())]
+
+
 def texts(report: dict, extras: dict) -> dict[str, str]:
     """report.json, report.md and report.html."""
-    return report_texts(typed(report), from_json(Extras, extras))
+    return report_texts(typed(report), samples_of(extras))
 
 
 def html(report: dict, extras: dict) -> str:
-    return render_html(typed(report), from_json(Extras, extras))
+    return render_html(typed(report), samples_of(extras))
 
 
 def printed(report: dict, **options: Any) -> str:

@@ -14,7 +14,6 @@ from pipeline.training.metrics import (
     FILE,
     TRACKERS,
     MetricsLog,
-    read_curves,
     read_metrics,
     require_trackers,
 )
@@ -53,18 +52,6 @@ def test_a_worker_that_outlived_its_driver_cannot_append(make_spec):
             orphan.write(2, {"loss": 9.0})
             log.write(2, {"loss": 2.0})
     assert [line["loss"] for line in read_metrics(spec.path)] == [1.0, 2.0]
-
-
-def test_the_reports_curves_are_per_head_by_step(make_spec):
-    spec = make_spec()
-    step = {"loss": 2.0, "head_losses": [1.0, 2.0]}
-    heads = [{"loss": 3.0, "top1": 0.1}, {"loss": 4.0, "top1": 0.2}]
-    with MetricsLog(spec, 0) as log:
-        log.write(0, {"held_out": heads, "drift": {"kl": 0.01, "positions": 9}})
-        log.write(1, step)
-    trained, held_out = read_curves(spec.path)
-    assert trained == [{"step": 1, **step}]
-    assert held_out == [{"step": 0, "head_losses": [3.0, 4.0], "head_top1": [0.1, 0.2], "kl": 0.01}]
 
 
 @pytest.fixture
