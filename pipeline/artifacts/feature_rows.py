@@ -27,6 +27,7 @@ from pipeline.artifacts.row_states import RowStates
 from pipeline.artifacts.state_format import StateFormat
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import IGNORED, feature_positions, head_labels
+from pipeline.heads.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class FeatureRow:
     def states_TX(self) -> Tensor:
         """The states of all layers side by side, [T, X]."""
         return torch.cat(list(self.layers), 1)
+
+    def whole_row(self) -> Rows:
+        """Return the row as heads with `row_layers` read it, up to its last learnable position."""
+        ids_T = torch.from_numpy(self.input_ids.astype(np.int64))
+        return Rows.of_text(self.states_TX, ids_T, torch.from_numpy(self.positions_N))
 
     def answers(self) -> list[npt.NDArray[np.int32]]:
         """Return the token ids of each span that has labels, in order."""

@@ -50,6 +50,7 @@ from pipeline.evaluation.choosing import (
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, measure_overheads
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.execution.progress import ProgressReporter
+from pipeline.heads.kinds import reads_rows
 from pipeline.run.context import Context, Stage
 from pipeline.run.resolved import ENGINE_SECTIONS
 from pipeline.storage.receipts import Identity, Summary
@@ -72,9 +73,14 @@ FIGURES = {
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """Return the stages that calibrate reads: features or tuned-features, train, and generate."""
+    """Return the stages that calibrate reads: cached states, train, and generate.
+
+    The states are those of features or tuned-features, and for kinds of heads with `row_layers` row
+    states too.
+    """
     states = "tuned-features" if method_of(config.train).tunes_backbone else "features"
-    return (states, "train", "generate")
+    stages = (states, "train", "generate")
+    return (*stages, "row-features") if reads_rows(config.train) else stages
 
 
 def identity(context: Context) -> Identity:
@@ -223,6 +229,13 @@ def _rank_held_out_rows(
         context.config.train.roles,
         training_text(context.upstream["generate"]),
     )
+    if context.resolved.shape.row_layers:
+        row_features = context.upstream["row-features"]
+        text = replace(
+            text,
+            row_shards=tuple(row_features.shards()),
+            row_fingerprint=row_features.fingerprint,
+        )
     ranks = context.call(held_out_ranks, "train", progress, text=text, top=top)
     if tree is None:
         return ranks, None

@@ -16,6 +16,7 @@ from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ProgressReporter, print_stage
 from pipeline.execution.stop_signals import stops_at_checkpoint
 from pipeline.export.layout import BACKBONE_DIRECTORY
+from pipeline.heads.kinds import reads_rows
 from pipeline.run.context import Context, Stage
 from pipeline.run.sharded import MAX_FAILURES
 from pipeline.storage.receipts import Identity, Summary
@@ -43,8 +44,12 @@ NOTHING_GAINED = (
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """Return the stages that the train stage reads, by method: features, generate or both."""
-    return method_of(config.train).reads(config.train)
+    """Return the stages that the train stage reads: those of the method, and row states.
+
+    Row states are read for kinds of heads with `row_layers`.
+    """
+    stages = method_of(config.train).reads(config.train)
+    return (*stages, "row-features") if reads_rows(config.train) else stages
 
 
 def identity(context: Context) -> Identity:
@@ -72,6 +77,8 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         fingerprint=fingerprints.get("features", ""),
         texts=shards.get("generate", ()),
         texts_fingerprint=fingerprints.get("generate", ""),
+        row_shards=shards.get("row-features", ()),
+        row_fingerprint=fingerprints.get("row-features", ""),
         settings=context.config.train,
         kind=resolved.kind,
         phases=method.phases(context.config.train),

@@ -23,10 +23,11 @@ Letters: N positions, D hidden size, K heads, M states that predict labels.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.feature_rows import FeatureRow, FeatureRows
+from pipeline.heads.rows import Rows
 from pipeline.training.task import ALONE, Workers
 
 LANES = 16
@@ -149,6 +151,7 @@ class Batch(NamedTuple):
     Next tokens are those at t+1 of each position t; labels are those at t+2+k for head k, or -100.
     Both are int64. With soft labels, `teacher_MD` holds the hidden states from which the target
     predicted the labels, and `teacher_KN` holds the row of `teacher_MD` for each label, or -1.
+    `rows` are the rows of these positions, for heads with `row_layers`.
     """
 
     hidden_ND: Tensor
@@ -156,11 +159,26 @@ class Batch(NamedTuple):
     labels_KN: Tensor
     teacher_MD: Tensor
     teacher_KN: Tensor
+    rows: Rows | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Return this batch with a function applied to each tensor, those of the rows included."""
+        rows = self.rows
+        if rows is not None:
+            rows = Rows(*map(change, rows))
+        return Batch._make([*map(change, self[:5]), rows])
+
+
+class BatchPlan(Protocol):
+    """Plan of an epoch: what each worker reads in each step."""
+
+    def pieces(self, step: int, workers: Workers) -> list[Piece]:
+        """Return the ranges of cached rows that one worker reads in a training step."""
 
 
 def load_batches(
     rows: FeatureRows,
-    plan: EpochPlan,
+    plan: BatchPlan,
     steps: Sequence[int],
     workers: Workers = ALONE,
     device: torch.device = CPU,
@@ -194,8 +212,8 @@ def load_batches(
                     arguments = (rows, ahead.popleft(), groups.copy(), soft_labels, is_gpu)
                     waiting.append(assembler.submit(_assemble_batch, *arguments))
                 if number >= STEPS_AHEAD + BATCHES_AHEAD:
-                    batch = waiting.popleft().result()
-                    yield Batch(*(tensor.to(device, non_blocking=True) for tensor in batch))
+                    move = partial(Tensor.to, device=device, non_blocking=True)
+                    yield waiting.popleft().result().map(move)
         finally:  # also when the loop stops early: read nothing more
             assembler.shutdown(wait=False, cancel_futures=True)
             readers.shutdown(wait=False, cancel_futures=True)
@@ -218,6 +236,11 @@ def _assemble_batch(
     labels_KN = torch.empty(rows.num_heads, num_positions, dtype=torch.int64)
     states = [hidden_ND[:0]]
     rows_of_labels = [np.empty((rows.num_heads, 0), np.int64)]
+    whole_rows = []
+    if rows.row_states is not None:
+        none = torch.empty(0, dtype=torch.int64)
+        states_0X = torch.empty(0, rows.row_states.size, dtype=rows.row_states.dtype)
+        whole_rows.append(Rows(states_0X, none, none, none))
     start = 0
     num_states = 0
     for piece in pieces:
@@ -228,13 +251,14 @@ def _assemble_batch(
         next_N[start:stop] = torch.from_numpy(row.next_N[piece.start : piece.stop])
         labels_KN[:, start:stop] = torch.from_numpy(row.labels_KN[:, piece.start : piece.stop])
         start = stop
+        if rows.row_states is not None:
+            whole_rows.append(row.whole_row())
         if soft_labels:
             states_MD, rows_KN = row.soft_label_states(piece.start, piece.stop)
             states.append(states_MD)
             rows_of_labels.append(np.where(rows_KN < 0, -1, rows_KN + num_states))
             num_states += len(states_MD)
     teacher_KN = torch.from_numpy(np.concatenate(rows_of_labels, 1))
-    batch = Batch(hidden_ND, next_N, labels_KN, torch.cat(states), teacher_KN)
-    if pin:
-        return Batch(*(tensor.pin_memory() for tensor in batch))
-    return batch
+    packed = Rows.pack(whole_rows) if whole_rows else None
+    batch = Batch(hidden_ND, next_N, labels_KN, torch.cat(states), teacher_KN, packed)
+    return batch.map(Tensor.pin_memory) if pin else batch

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.artifacts.generated_rows import read_token_rows
+from pipeline.artifacts.row_states import RowStates
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.errors import DataError
 from pipeline.heads.accuracy import Score, score_guesses
 from pipeline.heads.kind import Heads, TargetWeights, most_frequent_tokens
 from pipeline.heads.losses import TargetHead, Teacher
+from pipeline.heads.rows import Rows
 from pipeline.targets.lm_head import read_embedding, read_lm_head, read_logit_changes
 from pipeline.training.feature_batches import Batch, EpochPlan, load_batches
 from pipeline.training.held_out_accuracy import (
@@ -33,6 +35,7 @@ from pipeline.training.held_out_accuracy import (
     summarize_scores,
 )
 from pipeline.training.recipe import Recipe
+from pipeline.training.row_batches import RowPlan
 from pipeline.training.task import Learner, StepMetrics, TrainSpec, Workers
 
 EVALUATION_BATCH = 1_024  # positions, at least
@@ -46,7 +49,7 @@ class HeadsLearner(Learner):
     def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device):
         super().__init__(spec, workers, device)
         self.rows = open_features(spec)
-        self.recipe = spec.recipe(num_positions(self.rows))
+        self.recipe = recipe_for(spec, self.rows)
         evaluated = min(num_positions(self.rows, SPLIT), MAX_POSITIONS)
         self.held_out_share = evaluated / num_positions(self.rows)
         self.heads = initial_heads(spec).to(device)
@@ -63,7 +66,16 @@ class HeadsLearner(Learner):
 
         Raises DataError as `open_features` does.
         """
-        return spec.recipe(num_positions(open_features(spec)))
+        return recipe_for(spec, open_features(spec))
+
+    def plan(
+        self, split: str, batch_tokens: int, seed: int, epoch: int = 0, limit: int | None = None
+    ) -> EpochPlan | RowPlan:
+        """Return the plan of an epoch: of whole rows if the heads read rows, else of positions."""
+        plan_class = EpochPlan if self.rows.row_states is None else RowPlan
+        return plan_class(
+            self.rows.lengths(split), batch_tokens=batch_tokens, seed=seed, epoch=epoch, limit=limit
+        )
 
     def steps(self, first: int) -> Iterator[Sequence[Batch]]:
         """Yield this worker's batch for each training step from `first` on, as a list of one.
@@ -72,23 +84,30 @@ class HeadsLearner(Learner):
         """
         seed = self.spec.seed
         soft_labels = self.spec.settings.soft_labels > 0
-        lengths = self.rows.lengths("train")
-        noise = self.spec.settings.noise
         first_epoch, start = divmod(first, self.recipe.steps_per_epoch)
         for epoch in range(first_epoch, self.recipe.epochs):
-            plan = EpochPlan(lengths, batch_tokens=self.recipe.batch_tokens, seed=seed, epoch=epoch)
+            plan = self.plan("train", self.recipe.batch_tokens, seed, epoch)
             steps = range(start, self.recipe.steps_per_epoch)
             start = 0
             batches = load_batches(
                 self.rows, plan, steps, self.workers, self.device, soft_labels=soft_labels
             )
             for step, batch in zip(steps, batches, strict=True):
-                place, _ = plan.share(step, self.workers)
-                size = plan.size(step)
-                step_of_training = epoch * self.recipe.steps_per_epoch + step
-                noise_seed = (seed, step_of_training)
-                hidden_ND = add_noise(batch.hidden_ND, noise, noise_seed, place, size)
-                yield [batch._replace(hidden_ND=hidden_ND)]
+                seed_of_step = (seed, epoch * self.recipe.steps_per_epoch + step)
+                yield [self.with_noise(batch, plan, step, seed_of_step)]
+
+    def with_noise(
+        self, batch: Batch, plan: EpochPlan | RowPlan, step: int, seed: tuple[int, ...]
+    ) -> Batch:
+        """Return a batch with noise of the size `train.noise` on the states that the heads read."""
+        noise = self.spec.settings.noise
+        first, _ = plan.share(step, self.workers)
+        if isinstance(plan, EpochPlan):
+            hidden_ND = add_noise(batch.hidden_ND, noise, seed, first, plan.size(step))
+            return batch._replace(hidden_ND=hidden_ND)
+        assert batch.rows is not None
+        rows = add_noise_to_rows(batch.rows, noise, seed, first, self.spec.hidden_size)
+        return batch._replace(rows=rows)
 
     def label_counts(self, batches: Sequence[Batch]) -> Tensor:
         """Count the labels of each head in this worker's batch, [K]."""
@@ -110,7 +129,7 @@ class HeadsLearner(Learner):
             teacher = Teacher(self.target_head, batch.teacher_MD, batch.teacher_KN, share)
         with self.autocast():
             return self.heads.weighted_loss(
-                batch.hidden_ND, batch.next_N, batch.labels_KN, teacher, weights_C
+                batch.hidden_ND, batch.next_N, batch.labels_KN, teacher, weights_C, batch.rows
             )
 
     def metrics(self, step: int, means: list[float]) -> StepMetrics:
@@ -122,16 +141,16 @@ class HeadsLearner(Learner):
 
         The evaluation is empty if nothing is held out.
         """
-        lengths = self.rows.lengths(SPLIT)
         size = max(self.recipe.batch_tokens, EVALUATION_BATCH)
-        plan = EpochPlan(lengths, batch_tokens=size, seed=0, limit=MAX_POSITIONS)
+        plan = self.plan(SPLIT, size, seed=0, limit=MAX_POSITIONS)
         total = Score.zero(self.heads.shape, TOP, self.device)
         steps = range(plan.num_steps)
         for batch in load_batches(self.rows, plan, steps, self.workers, self.device):
             with self.autocast():
-                total.add(
-                    score_guesses(self.heads, batch.hidden_ND, batch.next_N, batch.labels_KN, TOP)
+                score = score_guesses(
+                    self.heads, batch.hidden_ND, batch.next_N, batch.labels_KN, TOP, batch.rows
                 )
+            total.add(score)
         for sums in total:
             self.workers.sum_in_place(sums)
         return summarize_scores(total)
@@ -142,17 +161,30 @@ def num_positions(rows: FeatureRows, split: str = "train") -> int:
     return sum(int(lengths.sum()) for lengths in rows.lengths(split))
 
 
+def recipe_for(spec: TrainSpec, rows: FeatureRows) -> Recipe:
+    """Return the recipe of training on these cached states."""
+    num_rows = None
+    if rows.row_states is not None:
+        num_rows = sum(int(np.count_nonzero(lengths)) for lengths in rows.lengths("train"))
+    return spec.recipe(num_positions(rows), rows=num_rows)
+
+
 def open_features(spec: TrainSpec) -> FeatureRows:
     """Open the cached hidden states that Medusa-1 trains on.
 
     Raises DataError if a shard is damaged or belongs to another run, or if no training row has a
     position with a label.
     """
+    layers = spec.heads_shape.row_layers
+    row_states = None
+    if layers:
+        row_states = RowStates(spec.row_shards, fingerprint=spec.row_fingerprint, layers=layers)
     rows = FeatureRows(
         spec.shards,
         fingerprint=spec.fingerprint,
         num_heads=spec.settings.num_heads,
         roles=spec.settings.roles,
+        row_states=row_states,
     )
     if not num_positions(rows):
         raise DataError(
@@ -233,3 +265,26 @@ def add_noise(
     rms_N1 = states_ND.detach().float().square().mean(1, keepdim=True).sqrt()
     added_ND = 2 * noise * rms_N1 * (drawn_ND[first : first + num_rows] - 0.5)
     return states_ND + added_ND.to(states_ND.dtype)
+
+
+def add_noise_to_rows(
+    rows: Rows, noise: float, seed: tuple[int, ...], first: int, hidden_size: int
+) -> Rows:
+    """Add noise to the states of whole rows, to each layer's state alone; see `add_noise`.
+
+    Each row has its own seed, so its noise does not depend on the number of workers.
+
+    Args:
+        rows: The rows of one worker.
+        noise, seed: As in `add_noise`.
+        first: The index of the first of these rows in the batch over all workers.
+        hidden_size: The size of one layer's state.
+    """
+    if not noise:
+        return rows
+    sizes = rows.start_S.unique_consecutive(return_counts=True)[1].tolist()
+    noised = [rows.states_SX[:0]]
+    for number, states_TX in enumerate(rows.states_SX.split(sizes), start=first):
+        states_ND = states_TX.reshape(-1, hidden_size)
+        noised.append(add_noise(states_ND, noise, (*seed, number)).view_as(states_TX))
+    return rows._replace(states_SX=torch.cat(noised))

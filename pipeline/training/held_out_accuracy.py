@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from pipeline.artifacts.check_result import TunedDrift
 from pipeline.artifacts.feature_rows import FeatureRows
+from pipeline.artifacts.row_states import RowStates
 from pipeline.artifacts.seen_answers import SeenAnswers, TrainingText
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.conversations.conversation import Role
@@ -25,6 +25,7 @@ from pipeline.decoding.held_out import HeldOutRanks
 from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.heads.accuracy import Score, label_ranks
 from pipeline.heads.kind import Heads
+from pipeline.heads.rows import Rows
 
 SPLIT = "calibrate"
 # An accuracy's standard error would be under 0.15 % if tokens were independent. Those of one
@@ -89,6 +90,7 @@ class HeldOutText:
 
     Attributes:
         shards, fingerprint, roles: As in `FeatureRows`.
+        row_shards, row_fingerprint: As in `RowStates`, for heads with `row_layers`.
         heads: Path of the trained heads.
         trained: The training rows' answers; if None, no answer counts as seen in training.
     """
@@ -98,6 +100,8 @@ class HeldOutText:
     heads: Path
     roles: tuple[Role, ...]
     trained: TrainingText | None = None
+    row_shards: tuple[Path, ...] = ()
+    row_fingerprint: str = ""
 
 
 def held_out_ranks(
@@ -108,7 +112,14 @@ def held_out_ranks(
     The ranks are computed in fp32 for about `MAX_POSITIONS` positions of random rows, on a GPU if
     `gpus` is not 0.
     """
-    return _rank_held_out_rows(text, partial(label_ranks, top=top), MAX_POSITIONS, gpus, progress)
+
+    def measure(
+        heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, rows: Rows | None
+    ) -> Tensor:
+        """Rank each label among the heads' guesses."""
+        return label_ranks(heads, hidden_ND, next_N, labels_KN, top, rows)
+
+    return _rank_held_out_rows(text, measure, MAX_POSITIONS, gpus, progress)
 
 
 def held_out_places(
@@ -119,12 +130,20 @@ def held_out_places(
     The ranks are computed in fp32 for about `GROWN_POSITIONS` positions of random rows, on a GPU if
     `gpus` is not 0.
     """
-    return _rank_held_out_rows(text, tree.places, GROWN_POSITIONS, gpus, progress)
+
+    def measure(
+        heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, rows: Rows | None
+    ) -> Tensor:
+        """Rank each label among the tree's nodes."""
+        assert rows is None, "refused before the run"
+        return tree.places(heads, hidden_ND, next_N, labels_KN)
+
+    return _rank_held_out_rows(text, measure, GROWN_POSITIONS, gpus, progress)
 
 
 def _rank_held_out_rows(
     text: HeldOutText,
-    measure: Callable[[Heads, Tensor, Tensor, Tensor], Tensor],
+    measure: Callable[[Heads, Tensor, Tensor, Tensor, Rows | None], Tensor],
     limit: int,
     gpus: int,
     progress: ProgressReporter,
@@ -134,18 +153,23 @@ def _rank_held_out_rows(
     Args:
         text: The held-out shards and the heads.
         measure: Returns the rank of each label [K, N], given the heads, and the hidden states, next
-            tokens and labels of one row.
+            tokens, labels and, for heads with `row_layers`, the whole of one row.
         limit: The approximate number of positions to rank.
         gpus: 0 computes on the CPU, any other number on the default GPU.
         progress: Counts the rows.
     """
-    device = "cuda" if gpus else "cpu"
+    device = torch.device("cuda" if gpus else "cpu")
     heads = read_trained_heads(text.heads).to(device)
+    layers = heads.shape.row_layers
+    row_states = None
+    if layers:
+        row_states = RowStates(text.row_shards, fingerprint=text.row_fingerprint, layers=layers)
     rows = FeatureRows(
         text.shards,
         fingerprint=text.fingerprint,
         num_heads=heads.shape.max_depth,
         roles=text.roles,
+        row_states=row_states,
     )
     chosen = _choose_held_out_rows(rows.lengths(SPLIT), limit)
     progress.begin("held-out rows", len(chosen), unit="rows")
@@ -162,7 +186,8 @@ def _rank_held_out_rows(
         hidden_ND = row.hidden_ND[row.learnable].to(device, torch.float32)
         next_N = torch.from_numpy(row.next_N).to(device, torch.int64)
         labels_KN = torch.from_numpy(row.labels_KN).to(device, torch.int64)
-        ranks.append(measure(heads, hidden_ND, next_N, labels_KN))
+        whole_row = row.whole_row().to(device) if layers else None
+        ranks.append(measure(heads, hidden_ND, next_N, labels_KN, whole_row))
         of_row = row.answers()
         answers += of_row
         number = numbers.setdefault(row.parent_id, len(numbers))

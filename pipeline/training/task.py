@@ -50,6 +50,8 @@ class TrainSpec:
     device: Literal["cpu", "cuda"] = "cpu"
     texts: tuple[Path, ...] = ()  # the generate stage's shards, in order
     texts_fingerprint: str = ""
+    row_shards: tuple[Path, ...] = ()  # of the row-features stage, for kinds with `row_layers`
+    row_fingerprint: str = ""
     num_layers: int = 1  # of the target
     run_name: str = "run"  # in trackers
     configuration: dict[str, object] = field(default_factory=dict)  # of the run, for trackers
@@ -98,9 +100,11 @@ class TrainSpec:
         directory = str(self.path / name)
         return replace(self, directory=directory, run_name=run_name, heads_from=heads_from)
 
-    def recipe(self, positions: int, sequences: int | None = None) -> Recipe:
-        """Return the training recipe for these numbers of positions and packed sequences."""
-        return make_recipe(self.settings, positions, self.hidden_size, self.kind, sequences)
+    def recipe(
+        self, positions: int, sequences: int | None = None, rows: int | None = None
+    ) -> Recipe:
+        """Return the training recipe for these numbers of positions, packed sequences and rows."""
+        return make_recipe(self.settings, positions, self.hidden_size, self.kind, sequences, rows)
 
 
 @result

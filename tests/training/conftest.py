@@ -27,7 +27,7 @@ from pipeline.training.methods import method_of
 from pipeline.training.task import TrainSpec
 from pipeline.training.text_batches import Text, read_texts
 
-V, D, FINGERPRINT, TEXTS_FINGERPRINT = 40, 32, "f" * 64, "9" * 64
+V, D, FINGERPRINT, TEXTS_FINGERPRINT, ROWS_FINGERPRINT = 40, 32, "f" * 64, "9" * 64, "e" * 64
 STATES = torch.from_numpy(
     np.random.default_rng(7).normal(size=(V, D))
 ).float()  # that say which token is next
@@ -68,6 +68,11 @@ def feature_row(name: str, split: str, rng: np.random.Generator) -> dict[str, An
     }
 
 
+def layer_states(ids: list[int]) -> torch.Tensor:
+    """States [T, D] of a layer that says which token it has read."""
+    return STATES.roll(1, 1)[torch.tensor(ids)]
+
+
 def rows_of_shards(seed: int) -> list[list[dict[str, Any]]]:
     """The rows of two shards, fifteen each; every fifth is held out, two of one conversation."""
     rng, shards = np.random.default_rng(seed), []
@@ -101,6 +106,19 @@ def shards(tmp_path_factory) -> tuple[Path, ...]:
     writer = partial(ShardWriter, schema=states.schema, footer=states.footer)
     directory = tmp_path_factory.mktemp("features")
     return write_shards(directory, "features", FINGERPRINT, writer, rows_of_shards(0))
+
+
+@pytest.fixture(scope="session")
+def row_shards(tmp_path_factory) -> tuple[Path, ...]:
+    """Shards with the output of the target's only layer at every token of the rows of `shards`."""
+    states = StateFormat(torch.float32, D, layers=(1,))
+    shards = rows_of_shards(0)
+    for row in chain(*shards):
+        del row["positions"], row["hidden"]
+        row["layer_1"] = layer_states(row["input_ids"]).view(torch.uint8).numpy().tobytes()
+    writer = partial(ShardWriter, schema=states.schema, footer=states.footer)
+    directory = tmp_path_factory.mktemp("row-features")
+    return write_shards(directory, "row-features", ROWS_FINGERPRINT, writer, shards)
 
 
 @pytest.fixture(scope="session")
@@ -144,7 +162,7 @@ MakeSpec = Callable[..., TrainSpec]
 
 
 @pytest.fixture
-def make_spec(tmp_path, shards, target) -> MakeSpec:
+def make_spec(tmp_path, shards, row_shards, target) -> MakeSpec:
     """A training of a few steps in a directory of its own; keywords change its settings."""
 
     def make(
@@ -165,6 +183,8 @@ def make_spec(tmp_path, shards, target) -> MakeSpec:
         return TrainSpec(
             shards=shards,
             fingerprint=FINGERPRINT,
+            row_shards=row_shards,
+            row_fingerprint=ROWS_FINGERPRINT,
             settings=train,
             kind=head_kind(train.heads),
             phases=method_of(train).phases(train),

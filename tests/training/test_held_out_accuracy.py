@@ -61,6 +61,30 @@ def test_held_out_figures_and_ranks_are_those_of_their_definition(learner, text)
         assert alone_KR[k].cumsum().tolist() == hits and counts_K[k] == count
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_whole_rows_have_the_same_figures_packed_and_alone(make_spec, seed):
+    spec = make_spec(heads="eagle3", batch_tokens=16)
+    learner = trainer_of(spec).learner
+    draw = torch.Generator().manual_seed(seed)
+    for parameter in (learner.heads.o, learner.heads.down, learner.heads.lm_head):
+        torch.nn.init.normal_(parameter, std=0.3, generator=draw)
+    write_heads(spec.heads_path, learner.heads, {})
+    text = HeldOutText(
+        spec.shards,
+        spec.fingerprint,
+        spec.heads_path,
+        ("assistant",),
+        row_shards=spec.row_shards,
+        row_fingerprint=spec.row_fingerprint,
+    )
+    hits_KR, counts_K = held_out_ranks(text, 5).guess_hits(5)
+    held_out = learner.evaluate().held_out
+    assert len(hits_KR) == 2 * len(held_out) and hits_KR.any()
+    for head, hits_R, count in zip(held_out, hits_KR, counts_K, strict=False):
+        shares = [head[f"top{rank + 1}"] for rank in range(5)]
+        assert shares == pytest.approx((hits_R.cumsum() / count).tolist())
+
+
 def test_the_held_out_loss_weighs_each_head_by_its_decay():
     assert Evaluation([{"loss": 1.0}, {"loss": 3.0}], {}).loss(0.5) == 0.5 * 1 + 0.25 * 3
     assert Evaluation([], {}).loss(0.5) is None

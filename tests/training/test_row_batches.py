@@ -5,11 +5,17 @@ from __future__ import annotations
 from itertools import accumulate, chain, product
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.training.feature_batches import Piece
+from pipeline.artifacts.feature_rows import FeatureRows
+from pipeline.artifacts.row_states import RowStates
+from pipeline.storage.shards import read_rows
+from pipeline.training.feature_batches import Piece, load_batches
 from pipeline.training.row_batches import GROUPS, RowPlan
+from tests.training.conftest import FINGERPRINT, ROWS_FINGERPRINT, layer_states
 from tests.training.trainings import team
 
 lengths_of_groups = st.lists(st.lists(st.integers(0, 40), max_size=6), max_size=12)
@@ -71,6 +77,38 @@ def test_any_workers_share_the_same_batches_as_whole_rows(lengths, budget, seed,
         equal = sum(map(len, whole)) / world_size
         for share in shares:
             assert abs(sum(map(len, share)) - equal) <= max(map(len, whole))
+
+
+@pytest.fixture
+def rows(shards, row_shards) -> FeatureRows:
+    states = RowStates(row_shards, fingerprint=ROWS_FINGERPRINT, layers=(1,))
+    usual = {"fingerprint": FINGERPRINT, "num_heads": 3, "roles": ("assistant", "user")}
+    return FeatureRows(shards, **usual, row_states=states)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_batch_holds_the_plans_rows_to_their_last_labels(rows, shards, world_size):
+    stored = list(chain(*map(read_rows, shards)))
+    plan = RowPlan(rows.lengths("train"), batch_tokens=50, seed=3)
+    for workers in team(world_size):
+        batches = load_batches(rows, plan, range(plan.num_steps), workers, soft_labels=True)
+        for step, batch in enumerate(batches):
+            place, learned = 0, []
+            for piece in plan.pieces(step, workers):
+                row = stored[5 * piece.group + piece.row]
+                last = max(span["end"] for span in row["spans"] if span["end"] - span["start"] > 1)
+                size, ids = last - 2, row["input_ids"]  # head 0's last label is the last token
+                here = slice(place, place + size)
+                assert torch.equal(batch.rows.states_SX[here], layer_states(ids)[:size])
+                assert batch.rows.tokens_S[here].tolist() == ids[1 : size + 1]
+                assert set(batch.rows.start_S[here].tolist()) == {place}
+                for span in row["spans"]:
+                    learned += range(place + span["start"] - 1, place + span["end"] - 2)
+                place += size
+            assert len(batch.rows.start_S) == place
+            assert batch.rows.learned_N.tolist() == learned
+            assert torch.equal(batch.rows.tokens_S[batch.rows.learned_N], batch.next_N)
+            assert batch.hidden_ND.shape[0] == batch.labels_KN.shape[1] == len(learned)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():

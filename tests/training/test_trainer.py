@@ -31,6 +31,7 @@ RECIPES = [
     {},
     {"lm_head": "shared", "optimizer": "adamw-8bit", "noise": 0.2},
     {"heads": "recurrent", "soft_labels": 0.5},
+    {"heads": "eagle3", "soft_labels": 0.5, "noise": 0.1},
 ]
 
 
@@ -140,6 +141,24 @@ def test_unequal_workers_step_as_one_on_the_whole_batch(make_spec):
     for trainer, step, found in zip(trainers, steps, evaluations, strict=True):
         assert step.positions == expected.positions == len(is_short_N)
         assert figures_of(step, found) == pytest.approx(figures_of(expected, held_out), rel=1e-5)
+        for ours, whole in zip(trainer.parameters, alone.parameters, strict=True):
+            torch.testing.assert_close(ours.grad, whole.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 60])
+def test_workers_with_whole_rows_step_as_one(make_spec, batch_tokens):
+    """Steps of one row leave nothing to one of the workers."""
+    spec = make_spec(heads="eagle3", noise=0.2, soft_labels=0.5, batch_tokens=batch_tokens)
+    alone = trainer_of(spec)
+    expected = alone.step(0, next(alone.learner.steps(0)))
+    trainers = [trainer_of(spec, TwoThreads(rank, 2)) for rank in range(2)]
+    shares = [next(trainer.learner.steps(0)) for trainer in trainers]
+    assert (0 in [len(batch.next_N) for (batch,) in shares]) == (batch_tokens == 1)
+    with ThreadPoolExecutor(2) as threads:
+        steps = list(threads.map(Trainer.step, trainers, (0, 0), shares))
+    for trainer, step in zip(trainers, steps, strict=True):
+        assert step.positions == expected.positions
+        assert step.loss == pytest.approx(expected.loss, rel=1e-5)
         for ours, whole in zip(trainer.parameters, alone.parameters, strict=True):
             torch.testing.assert_close(ours.grad, whole.grad, rtol=1e-4, atol=1e-6)
 
