@@ -35,7 +35,7 @@ $(STAMP): $(LOCK) pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-demo: install       ## the main job, end to end, with a small target that it trains first (METHOD=medusa-1 or medusa-2, HEADS=medusa or recurrent)
+demo: install       ## the main job, end to end, with a small target that it trains first (METHOD=medusa-1 or medusa-2, HEADS=medusa, recurrent or eagle3)
 	$(BIN)/python flows/demo.py "$(DEMO)"
 
 test: install       ## all tests (WORKERS=auto is one process more than cores, WORKERS=0 none but this one)

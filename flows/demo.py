@@ -2,12 +2,13 @@
 
     make demo                        # or: python flows/demo.py section.key=value …
     make demo HEADS=recurrent        # or: python flows/demo.py recurrent section.key=value …
+    make demo HEADS=eagle3           # or: python flows/demo.py eagle3 section.key=value …
     make demo METHOD=medusa-2        # or: python flows/demo.py medusa-2 section.key=value …
 
 No Hub is needed: the seeds are bundled, and the target is trained here in about a minute. The rest
 is the usual flow: Ray starts locally, vLLM generates the conversations, and heads are trained,
-checked and reported. The first two demos train heads on cached states. The third trains Medusa
-heads and the backbone together, on the text. All demos share the target, the seeds and the
+checked and reported. The last demo trains Medusa heads and the backbone together, on the text; the
+others train heads on cached states. All demos share the target, the seeds and the
 generated text.
 """
 
@@ -27,6 +28,7 @@ DEMOS = {
     "medusa-1": "demo.yaml",
     "medusa-2": "demo-medusa-2.yaml",
     "recurrent": "demo-recurrent.yaml",
+    "eagle3": "demo-eagle3.yaml",
 }
 
 

@@ -15,8 +15,10 @@ and those of drafted tokens live within one path of one tree.
 
 The embedding is the target's and frozen. Trained are fc [D, X] (X = D times the number of layers),
 the norms, attention, MLP, and the lm_head, which starts as the target's. At the start fc returns
-the highest layer's output, and attention and MLP add nothing. The layer may take more steps than it
-was trained for.
+the highest layer's output, attention and MLP add nothing, and each position attends mostly to
+itself: q and k are nearly the same random matrix. The token at i+1 reaches y through attention
+alone, so heads that start with random attention learn several times more slowly. The layer may take
+more steps than it was trained for.
 
 It equals vLLM 0.32's `Eagle3LlamaForCausalLM`. SGLang, TensorRT-LLM and llama.cpp load the same
 files as `LlamaForCausalLMEagle3`; the first two know no `norm_before_residual`. SGLang knows only
@@ -47,8 +49,10 @@ from pipeline.heads.kind import TOKEN_MAP, Heads, TargetWeights
 from pipeline.heads.rows import Rows
 from pipeline.heads.shapes import Eagle3Shape, ExportFormat
 
-QUERIES = 512  # of a block of attention in training
-SHARED_BY = 4  # query heads that share one key and value head
+QUERIES = 256  # of a block of attention in training
+SHARED_BY = 4  # query heads that share one key and value head, if there are more than FEW_HEADS
+FEW_HEADS = 8
+OWN_QUERIES = 0.3  # what distinguishes query heads of one key at the start
 HEAD_SIZES = (128, 64)  # that every attention backend of vLLM supports; the first that fits twice
 
 # Targets whose vLLM class returns the outputs of its layers.
@@ -97,6 +101,7 @@ class Eagle3Heads(Heads):
     Shape = Eagle3Shape
     title = "EAGLE-3 heads"
     units = "draft steps in training"
+    batch_scale = 0.25
     vllm_method = "eagle3"
     saves_memory = ("a smaller train.eagle3.intermediate_size", "train.draft_vocab")
     card_about = """\
@@ -159,15 +164,15 @@ from its own state and its last guess.
             layers=layers,
             intermediate_size=own.intermediate_size or 4 * hidden_size,
             attention_heads=attention_heads,
-            key_value_heads=max(1, attention_heads // SHARED_BY),
+            key_value_heads=_key_value_heads(attention_heads),
             head_size=head_size,
         )
 
     @classmethod
     def initial(cls, shape: Eagle3Shape, target: TargetWeights) -> Eagle3Heads:
-        """Build an untrained layer, whose first step reads the highest layer's output alone.
+        """Build an untrained layer that reads the highest layer's output and attends to itself.
 
-        q, k, v, gate and up are random, from torch's default generator.
+        k, v, gate and up are random, from torch's default generator.
         """
         lm_head_VD = target.lm_head()
         heads = cls(shape, dtype=lm_head_VD.dtype, device=lm_head_VD.device)
@@ -177,6 +182,10 @@ from its own state and its last guess.
             norm_D.data.fill_(1)
         for weight in (heads.q, heads.k, heads.v, heads.gate, heads.up):
             nn.init.normal_(weight, std=1 / math.sqrt(weight.shape[1]))
+        keys_GEZ = heads.k.data.unflatten(0, (shape.key_value_heads, shape.head_size))
+        shared_by = shape.attention_heads // shape.key_value_heads
+        queries = keys_GEZ.repeat_interleave(shared_by, 0).flatten(0, 1)
+        heads.q.data.mul_(OWN_QUERIES).add_(queries)
         heads.lm_head.data.copy_(lm_head_VD)
         heads.take_from(target)
         return heads
@@ -507,6 +516,13 @@ def attend_to_path(queries_BPHE: Tensor, path_BPKE: Tensor, cache: DraftCache) -
     attended = shares_BGRPS @ cache.values_BGSE[:, :, None]
     attended = attended + (shares_BGRPK[..., None, :] @ values_BGPKE[:, :, None])[..., 0, :]
     return attended.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _key_value_heads(attention_heads: int) -> int:
+    """Return the number of key and value heads for this many query heads."""
+    if attention_heads <= FEW_HEADS or attention_heads % SHARED_BY:
+        return attention_heads
+    return attention_heads // SHARED_BY
 
 
 def _layers_of(wanted: Sequence[int] | str, num_layers: int) -> tuple[int, ...]:
