@@ -142,15 +142,11 @@ def make_feature_engine(
         EnvironmentFault: The engine's class raises it.
     """
     if name == "vllm":
-        if layers:
-            raise ConfigError(
-                "The vllm engine gives the last states only, not those of layers.",
-                "features.engine",
-                "Set it to transformers.",
-            )
         from pipeline.targets.vllm_engine import VLLMFeatureEngine
 
-        return VLLMFeatureEngine(target, engine_args, gpus=gpus, tokens_per_batch=tokens_per_batch)
+        return VLLMFeatureEngine(
+            target, engine_args, gpus=gpus, tokens_per_batch=tokens_per_batch, layers=layers
+        )
     from pipeline.targets.transformers_engines import TransformersFeatureEngine
 
     _refuse_unknown(engine_args, set())

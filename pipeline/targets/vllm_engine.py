@@ -19,6 +19,7 @@ import logging
 import os
 import warnings
 from collections.abc import Generator, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,6 +110,11 @@ class VLLMFeatureEngine:
     Args:
         tokens_per_batch: Maximum tokens of one forward. If it is less than the target's context,
             the context is used, so that every conversation fits.
+        layers: The layers whose outputs to compute, ascending; empty for the last states. vLLM's
+            compiled graphs do not return outputs of layers, and are off.
+
+    Raises:
+        ConfigError: vLLM's class of the target does not return outputs of layers.
     """
 
     def __init__(
@@ -118,6 +124,7 @@ class VLLMFeatureEngine:
         *,
         gpus: int = 0,
         tokens_per_batch: int = 16_384,
+        layers: Sequence[int] = (),
     ):
         import_vllm()
         from vllm import PoolingParams
@@ -134,16 +141,30 @@ class VLLMFeatureEngine:
             "max_num_batched_tokens": max(tokens_per_batch, context_length(spec)),
             **engine_args,
         }
+        if layers:
+            arguments["enforce_eager"] = True
         self._running = RunningEngine(spec, arguments, gpus)
+        if layers:
+            self._require_layers(spec, layers)
         self.hidden_size: int = self._running.llm.model_config.get_hidden_size()
         self.dtype: torch.dtype = spec.torch_dtype
         self._pooling = PoolingParams(task="token_embed")
         self._streams = 0
 
+    def _require_layers(self, spec: TargetSpec, layers: Sequence[int]) -> None:
+        """Make the engine compute the outputs of layers; raise ConfigError if it cannot."""
+        if not all(self._running.llm.apply_model(partial(return_layers, layers))):
+            self.close()
+            raise ConfigError(
+                f"vLLM's class of {spec.model} does not return the outputs of its layers.",
+                "features.engine",
+                "Set it to transformers.",
+            )
+
     def stream(
         self, rows: Iterable[Sequence[int]]
     ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Yield the index and the hidden states [T_i, D] of each row of token ids, on the CPU.
+        """Yield the index and the states [T_i, X] of each row of token ids, on the CPU.
 
         Up to `ROWS_WAITING` rows are queued in the engine. Closing the generator drops them.
         """
@@ -161,14 +182,33 @@ class VLLMFeatureEngine:
                     return
                 for output in engine.step():
                     if output.finished:
-                        states_TD = output.outputs.data.to("cpu", self.dtype)
-                        yield waiting.pop(output.request_id), states_TD
+                        states_TX = output.outputs.data.to("cpu", self.dtype)
+                        yield waiting.pop(output.request_id), states_TX
         finally:
             engine.abort_request(list(waiting))
 
     def close(self) -> None:
         """Shut down the vLLM engine and release its memory."""
         self._running.close()
+
+
+def return_layers(layers: Sequence[int], model: Any) -> bool:
+    """Make a model of vLLM return outputs of layers in place of its last states, for N tokens.
+
+    The result is False if the model's class cannot.
+    """
+    if not hasattr(model, "set_aux_hidden_state_layers"):
+        return False
+    model.set_aux_hidden_state_layers(tuple(layers))
+    forward = model.forward
+
+    def outputs_of_layers(*args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the model; return the outputs of layers side by side, [N, X]."""
+        _, outputs = forward(*args, **kwargs)
+        return torch.cat(outputs, -1)
+
+    model.forward = outputs_of_layers
+    return True
 
 
 def token_prompt(ids: Sequence[int]) -> Any:

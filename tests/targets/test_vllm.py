@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Gemma3TextConfig
 
 from pipeline.conversations.requests import Request
 from pipeline.errors import ConfigError, EnvironmentFault
@@ -22,7 +23,7 @@ from pipeline.heads.recurrent import RecurrentHeads
 from pipeline.heads.shapes import MedusaShape, RecurrentShape
 from pipeline.targets import vllm_decode, vllm_load
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
-from pipeline.targets.spec import load_tokenizer, model_config
+from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
 from pipeline.targets.transformers_engines import (
     TransformersFeatureEngine,
     TransformersGenerationEngine,
@@ -34,6 +35,7 @@ from tests.cluster import work_here
 from tests.heads.pruning import pruned
 from tests.targets.conftest import CONTEXT, EOS
 from tests.targets.test_transformers_generation import run
+from tests.tiny_models import SIZES, tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_here")]
 
@@ -96,6 +98,24 @@ def test_states_equal_those_of_transformers(random_target, prompts):
     assert len(states) == 9 * len(prompts)
     for index, expected_TD in TransformersFeatureEngine(random_target).stream(prompts * 9):
         torch.testing.assert_close(states[index], expected_TD, rtol=1e-3, atol=1e-4)
+
+
+def test_outputs_of_layers_equal_those_of_transformers(random_target, prompts):
+    engine = VLLMFeatureEngine(random_target, {}, layers=(1, 2))
+    states = dict(engine.stream(prompts))
+    engine.close()
+    for index, expected_TX in TransformersFeatureEngine(random_target, layers=(1, 2)).stream(
+        prompts
+    ):
+        torch.testing.assert_close(states[index], expected_TX, rtol=1e-3, atol=1e-3)
+
+
+def test_a_class_of_vllm_without_outputs_of_layers_is_refused(tmp_path, random_target):
+    config = Gemma3TextConfig(**SIZES, head_dim=64, max_position_embeddings=128)
+    tiny_model(config).save_pretrained(tmp_path)
+    load_tokenizer(random_target).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"features\.engine"):
+        VLLMFeatureEngine(TargetSpec(str(tmp_path)), {}, layers=(1, 2))
 
 
 # --- heads for the counting target
