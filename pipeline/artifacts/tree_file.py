@@ -58,7 +58,6 @@ class Calibration:
     """
 
     choices: tuple[TreePath, ...]
-    node_shares: list[float]  # the share of steps that accept each node of `choices`
     accuracies: list[list[float]]  # [K, R], how often each guess was right
     expected_acceleration_rate: float
     num_speculative_tokens: int  # of the chain

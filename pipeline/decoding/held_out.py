@@ -133,13 +133,11 @@ class Replay:
     """The steps of a replayed decoding; each adds its accepted guesses and one token of the target.
 
     Attributes:
-        places_S: The position at which each step begins, as an index into the N positions.
         kept_S: The number of guesses that each step accepts.
         conversations_S: The conversation of each step.
         seen_S: Whether the step's answer is also in a training row.
     """
 
-    places_S: npt.NDArray[np.int64]
     kept_S: npt.NDArray[np.int64]
     conversations_S: npt.NDArray[np.int64]
     seen_S: npt.NDArray[np.bool_]
@@ -157,27 +155,6 @@ class Replay:
     def new_answers(self) -> Replay:
         """Return the steps in answers that are not also in training rows."""
         return Replay(*(column[~self.seen_S] for column in vars(self).values()))
-
-    def depth_shares(self) -> list[float]:
-        """Return the shares of steps that accept at least 1, 2, … guesses, up to the most accepted.
-
-        The acceleration rate is 1 plus the sum of the shares.
-        """
-        deepest = int(self.kept_S.max(initial=0))
-        return [float((self.kept_S >= depth).mean()) for depth in range(1, deepest + 1)]
-
-    def node_shares(self, ranks: HeldOutRanks, choices: Choices) -> list[float]:
-        """Return the share of steps that accept each tree node, in the order of `choices`.
-
-        `ranks` and `choices` must be those of the replay. The acceleration rate is 1 plus the sum
-        of the shares.
-        """
-        shares = []
-        for path in choices:
-            reached = self.places_S[self.kept_S >= len(path)]
-            right_S = np.equal(ranks.ranks_KN[: len(path), reached], np.array(path)[:, None]).all(0)
-            shares.append(float(right_S.sum()) / max(1, len(self.places_S)))
-        return shares
 
     def __add__(self, other: Replay) -> Replay:
         """Concatenate the steps of two replays of different conversations."""
@@ -211,18 +188,15 @@ def _replay_lengths(text: HeldOutRanks, lengths_N: npt.NDArray[np.int64]) -> Rep
     token comes from the prefill and is not counted; guesses beyond the span's end are cut.
     """
     stride = (lengths_N + 1).tolist()
-    places: list[int] = []
-    kept = []
+    kept: list[int] = []
     num_steps = []
     for place, stop in itertools.pairwise([*text.starts.tolist(), len(stride)]):
-        before = len(places)
+        before = len(kept)
         while place < stop:
-            places.append(place)
             kept.append(min(stride[place], stop - place) - 1)
             place += stride[place]
-        num_steps.append(len(places) - before)
+        num_steps.append(len(kept) - before)
     return Replay(
-        np.array(places, np.int64),
         np.array(kept, np.int64),
         np.repeat(text.conversations, num_steps),
         np.repeat(text.seen, num_steps),

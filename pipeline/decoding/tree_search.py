@@ -95,27 +95,6 @@ class CrossFit:
         depth = max(map(len, self.whole[:size]))
         return tuple(path for path in self._searched[half][:size] if len(path) <= depth)
 
-    def node_shares(self, size: int) -> list[float]:
-        """Estimate the share of decoding steps that accept each node of the tree of all text.
-
-        The tree has at most `size` nodes. The expected rate is 1 plus the sum of the shares. At
-        each depth, the shares in a replay of all text are scaled so that their sum is the
-        cross-validated share of steps that reach this depth.
-        """
-        choices = self.whole[:size]
-        own = replay(self.ranks, choices).node_shares(self.ranks, choices)
-        depths = [len(path) for path in choices]
-        sums = np.bincount(depths, own)
-        counts = np.bincount(depths)
-        expected = self.replay(size).depth_shares()
-        expected += [0.0] * (max(depths) - len(expected))
-        shares = []
-        for depth, share in zip(depths, own, strict=True):
-            # If no step of the replay of all text reaches this depth, its nodes get equal parts.
-            part = share / sums[depth] if sums[depth] else 1 / counts[depth]
-            shares.append(float(part * expected[depth - 1]))
-        return shares
-
 
 def fastest_choice(rates: Mapping[Choice, float], overheads: Mapping[Choice, float]) -> Choice:
     """Choose the candidate tree or chain with the highest speedup: rate divided by overhead.

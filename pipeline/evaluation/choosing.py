@@ -30,13 +30,11 @@ class ChosenTree:
     describe a static tree of the same size.
 
     Attributes:
-        node_shares: The share of steps that accept each node of `choices`.
         replayed: The steps of decoding held-out text with the tree.
         sizes: The figures of each size whose overhead was measured; None for a given tree.
     """
 
     choices: tuple[TreePath, ...]
-    node_shares: list[float]
     replayed: Replay
     dynamic: DynamicTree | None = None
     sizes: list[TimedSize] | None = None
@@ -54,8 +52,7 @@ class ChosenTree:
 
 def given_tree(ranks: HeldOutRanks, choices: tuple[TreePath, ...]) -> ChosenTree:
     """Evaluate the tree of `calibrate.choices` by a replay of all held-out text."""
-    replayed = replay(ranks, choices)
-    return ChosenTree(choices, replayed.node_shares(ranks, choices), replayed)
+    return ChosenTree(choices, replay(ranks, choices))
 
 
 def best_tree(fits: CrossFit, num_nodes: int | None, overheads: Overheads) -> ChosenTree:
@@ -77,7 +74,6 @@ def best_tree(fits: CrossFit, num_nodes: int | None, overheads: Overheads) -> Ch
         size = min(num_nodes, len(fits.whole))
     return ChosenTree(
         fits.whole[:size],
-        fits.node_shares(size),
         fits.replay(size),
         sizes=_timed_sizes(replays, timed),
     )

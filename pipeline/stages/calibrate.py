@@ -112,7 +112,6 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         num_tokens = settings.draft_tokens
     Calibration(
         choices=tree.choices,
-        node_shares=tree.node_shares,
         accuracies=rank_accuracies(hits_KR, counts_K),
         expected_acceleration_rate=tree.replayed.acceleration_rate,
         num_speculative_tokens=num_tokens,

@@ -19,7 +19,6 @@ from pipeline.errors import DataError
 
 OWN = Calibration(
     choices=((0,), (0, 0)),
-    node_shares=[0.4, 0.2],
     accuracies=[[0.5, 0.1], [0.25, 0.1]],
     expected_acceleration_rate=1.6,
     num_speculative_tokens=1,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -37,21 +36,16 @@ def test_a_replay_takes_decoding_s_steps_in_each_span(ranks, num_nodes):
     for truth in truths:
         right = [len(path) for path in choices if truth[: len(path)] == path]
         guessed.append(max(right, default=0))
-    kept, new, nodes = [], [], Counter()
+    kept, new = [], []
     bounds = itertools.pairwise([*ranks.starts.tolist(), len(ranks)])
     for (start, stop), seen in zip(bounds, ranks.seen, strict=True):
         while start < stop:  # the state at `start` is the root's
             kept.append(min(guessed[start], stop - start - 1))
-            nodes.update(truths[start][:depth] for depth in range(1, kept[-1] + 1))
             new += kept[-1:] * (not seen)
             start += guessed[start] + 1
     replayed = replay(ranks, choices)
     assert replayed.kept_S.tolist() == kept and replayed.new_answers().kept_S.tolist() == new
     assert sum(kept) + len(kept) == len(ranks), "every token is kept once"
-    by_node = [nodes[path] / len(kept) for path in choices]
-    assert replayed.node_shares(ranks, choices) == pytest.approx(by_node)
-    by_depth = [sum(one >= depth for one in kept) / len(kept) for depth in (1, 2, 3)]
-    assert replayed.depth_shares() == pytest.approx(by_depth[: max(kept)])
     rate = pytest.approx(len(ranks) / len(kept))
     assert replayed.acceleration_rate == rate
     assert replayed.estimate().rate == rate
