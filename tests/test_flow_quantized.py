@@ -9,12 +9,12 @@ from tests.flows.tiny import (
     latest,
     report_of,
 )
-from tests.targets.quantized_copies import compressed
+from tests.targets.quantized_copies import in_int8
 
 
 @pytest.mark.slow
 def test_heads_of_a_quantized_target_keep_its_text(again, tmp_path, tiny_target, tiny_seeds):
-    copy = compressed(tiny_target, tmp_path / "copy", "int8")
+    copy = in_int8(tiny_target, tmp_path / "copy")
     few = {"seeds__sources": [{"path": str(tiny_seeds), "limit": 30}], "generate__rounds": 1}
     run = again(target__model=str(copy), train__heads="recurrent", **few)
     assert all(latest(run, name).done for name in STAGES)

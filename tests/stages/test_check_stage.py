@@ -26,7 +26,7 @@ from tests.flows.tiny import (
     stored,
     write_lines,
 )
-from tests.targets.quantized_copies import compressed
+from tests.targets.quantized_copies import in_int8
 
 MEASURING = "pipeline.evaluation.measuring"
 SERVED = VllmFigures(
@@ -174,7 +174,7 @@ def test_a_question_of_training_is_warned_of(copied_run, make_config, tmp_path):
 
 @pytest.mark.slow
 def test_heads_are_checked_on_the_served_copy_too(copied_run, again, tmp_path, tiny_target):
-    copy = str(compressed(tiny_target, tmp_path / "copy", "int8"))
+    copy = str(in_int8(tiny_target, tmp_path / "copy"))
     run = again(check__served_model=copy)
     assert stages_run(run) == ["check"]
     result = result_of(run)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -47,6 +48,12 @@ def test_a_target_is_loaded_frozen_in_its_dtype(random_target):
     model = load_causal_lm(TargetSpec(random_target.model, dtype="bfloat16"))
     assert not model.training
     assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {(False, torch.bfloat16)}
+
+
+def test_quantization_leaves_the_lm_head_alone(random_target):
+    model = load_causal_lm(replace(random_target, quantization="4bit"))
+    assert torch.equal(lm_head_weight(model), load_causal_lm(random_target).lm_head.weight)
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
 
 
 # --- pickled weights
