@@ -42,16 +42,16 @@ from pipeline.execution.progress import SILENT, ProgressReporter
 from pipeline.export.directory import read_tree, write_export
 from pipeline.export.layout import CONFIG_FILE, Content, ExportLayout, read_layout
 from pipeline.export.weights import DirectoryTensors, heads_directory
+from pipeline.heads.foreign import Sizes, foreign_heads
 from pipeline.heads.kind import TargetWeights
-from pipeline.heads.kinds import Sizes, foreign_heads
 from pipeline.storage.atomic import read_object
 from pipeline.targets.engines import EngineName
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
 
 BUNDLED = Path(pipeline.__file__).parent / "bundled" / "seeds.sharegpt.jsonl"
-DRAFT_TOKENS = 5  # of a recurrent cell whose config.json states no number
-OTHER_DRAFTS = ("eagle3", "peagle", "dflash", "domino", "dspark")  # in their config.json
+DRAFT_TOKENS = 5  # of an EAGLE model whose config.json states no number
+OTHER_DRAFTS = ("peagle", "dflash", "domino", "dspark")  # in their config.json
 
 
 def check_with_engine(
@@ -210,7 +210,7 @@ def _candidate(
     """
     text = model_config(target).get_text_config()
     config = read_object(directory / CONFIG_FILE)
-    sizes = Sizes(text.hidden_size, text.vocab_size)
+    sizes = Sizes(text.hidden_size, text.vocab_size, text.num_hidden_layers)
     if "heads" in config:  # of this project
         layout = read_layout(directory)
         _require_served(layout, target, settings)
@@ -263,14 +263,14 @@ def _candidate(
 
 
 def _require_known_draft(config: Mapping[str, Any], directory: Path) -> None:
-    """Raise DataError if config.json is that of a draft model of another kind, such as EAGLE-3."""
+    """Raise DataError if config.json is that of a draft model of another kind."""
     named = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
     for kind in OTHER_DRAFTS:
         if kind in named:
             raise DataError(
                 f"This is a draft model of the kind {kind}, which is not read here.",
                 directory,
-                "Name Medusa heads, or a model of EAGLE's first version.",
+                "Name Medusa heads, or an EAGLE-1 or EAGLE-3 model.",
             )
 
 
@@ -288,7 +288,7 @@ def _own_heads(
         DataError: The heads belong to a target with other sizes.
     """
     shape = layout.shape
-    if Sizes(shape.hidden_size, shape.target_vocab_size) != sizes:
+    if (shape.hidden_size, shape.target_vocab_size) != (sizes.hidden_size, sizes.vocab_size):
         raise DataError(
             "These are heads of a target with another hidden size or vocabulary.",
             directory,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.export.layout import CONFIG_FILE
-from pipeline.heads.kinds import NOT_HERE
+from pipeline.heads.foreign import NOT_HERE
 from pipeline.storage.atomic import read_object
 from pipeline.targets.files import hub_errors, is_local
 from pipeline.targets.spec import one_line

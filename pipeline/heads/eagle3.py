@@ -154,7 +154,7 @@ from its own state and its last guess.
             ConfigError: A layer is configured that the target does not have.
         """
         own = settings.eagle3
-        layers = _layers_of(own.layers, num_layers)
+        layers = layers_of(own.layers, num_layers)
         head_size = next((size for size in HEAD_SIZES if hidden_size >= 2 * size), HEAD_SIZES[-1])
         attention_heads = own.attention_heads or max(1, hidden_size // head_size)
         return Eagle3Shape(
@@ -525,7 +525,7 @@ def _key_value_heads(attention_heads: int) -> int:
     return attention_heads // SHARED_BY
 
 
-def _layers_of(wanted: Sequence[int] | str, num_layers: int) -> tuple[int, ...]:
+def layers_of(wanted: Sequence[int] | str, num_layers: int) -> tuple[int, ...]:
     """Return the configured layers of a target of `num_layers`, ascending; see `Eagle3Config`.
 
     Raises ConfigError for a layer that the target does not have.

@@ -133,11 +133,10 @@ def test_what_cannot_be_measured_is_one_paragraph(checked, tmp_path, change, cod
 
 
 def test_another_kind_of_draft_is_named(checked, tmp_path):
-    config = {"architectures": ["LlamaForCausalLMEagle3"]}  # SpecForge's
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"]}))
     save_file({"d2t": torch.zeros(4, dtype=torch.int64)}, tmp_path / "model.safetensors")
     ended = checked(tmp_path)
-    assert ended.code == 3 and "of the kind eagle3" in one_paragraph(ended.err)
+    assert ended.code == 3 and "of the kind dflash" in one_paragraph(ended.err)
 
 
 def test_heads_with_attention_are_served_by_vllm_only(checked, tmp_path, monkeypatch):

@@ -13,13 +13,13 @@ from torch import nn
 
 from pipeline.errors import DataError
 from pipeline.export.weights import DirectoryTensors
+from pipeline.heads.foreign import Sizes, foreign_heads
 from pipeline.heads.kind import TargetWeights
-from pipeline.heads.kinds import Sizes, foreign_heads
 from pipeline.heads.recurrent import RecurrentHeads
-from pipeline.heads.shapes import RecurrentShape
+from pipeline.heads.shapes import EXPANDED, Eagle3Shape, RecurrentShape
 from tests.export.exports import config_of, heads_of, tensors_of
 
-SIZES = Sizes(4, 6)
+SIZES = Sizes(4, 6, 8)
 FIRST, SQUARE = "0.0.linear.weight", torch.ones(4, 4)
 TARGET = TargetWeights(
     lambda: torch.arange(24.0).reshape(6, 4) / 24,
@@ -139,8 +139,8 @@ def medusa(directory):
     [
         (lambda path: save({"a.b": torch.ones(2)}, path), SIZES),
         (lambda path: save({FIRST: SQUARE, "2.0.linear.weight": SQUARE}, path), SIZES),
-        (medusa, Sizes(8, 6)),
-        (eagle, Sizes(8, 6)),
+        (medusa, Sizes(8, 6, 8)),
+        (eagle, Sizes(8, 6, 8)),
         (lambda path: None, SIZES),
         (lambda path: (path / "x.pt").write_bytes(b"cos\nsystem\n."), SIZES),
     ],
@@ -172,3 +172,135 @@ def test_tensors_that_are_no_cell_are_refused(tmp_path, name, tensor):
     eagle(tmp_path, **{name: tensor})
     with pytest.raises(DataError, match=name.removeprefix("layers.")):
         read(tmp_path)
+
+
+EAGLE3_TARGET = TargetWeights(lambda: torch.randn(9, 4), lambda: torch.arange(36.0).view(9, 4))
+EAGLE3_CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "hidden_size": 4,
+    "intermediate_size": 5,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 9,
+    "draft_vocab_size": 3,
+}
+
+
+def eagle3(directory, prefix="midlayer", config=EAGLE3_CONFIG, **changed):
+    """An EAGLE-3 model made by hand, which drafts tokens 1, 4 and 8; layers 2, 4 and 5 of 8."""
+    torch.manual_seed(0)
+    attention = {"q": (4, 8), "k": (2, 8), "v": (2, 8), "o": (4, 4)}
+    tensors = {
+        "fc.weight": torch.randn(4, 12),
+        "norm.weight": torch.rand(4),
+        "lm_head.weight": torch.randn(3, 4),
+        "d2t": torch.tensor([1, 3, 6]),
+        "t2d": torch.tensor([False, True, False, False, True, False, False, False, True]),
+        **{f"{prefix}.self_attn.{x}_proj.weight": torch.randn(attention[x]) for x in attention},
+        f"{prefix}.mlp.gate_proj.weight": torch.randn(5, 4),
+        f"{prefix}.mlp.up_proj.weight": torch.randn(5, 4),
+        f"{prefix}.mlp.down_proj.weight": torch.randn(4, 5),
+        f"{prefix}.hidden_norm.weight": torch.rand(4),
+        f"{prefix}.input_layernorm.weight": torch.rand(4),
+        f"{prefix}.post_attention_layernorm.weight": torch.rand(4),
+    }
+    tensors = {name: tensor for name, tensor in (tensors | changed).items() if tensor is not None}
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def read_eagle3(directory):
+    return foreign_heads(DirectoryTensors(directory), EAGLE3_TARGET, Sizes(4, 9, 8), 3)
+
+
+SPECULATORS = {
+    "speculators_model_type": "eagle3",
+    "draft_vocab_size": 3,
+    "eagle_aux_hidden_state_layer_ids": [1, 3, 8],
+    "transformer_layer_config": {
+        **{name: each for name, each in EAGLE3_CONFIG.items() if name != "draft_vocab_size"},
+        "head_dim": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}
+BY_NVIDIA = {**EAGLE3_CONFIG, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 7]}}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "config", "layers", "theta", "norm_before_residual", "dropped"),
+    [
+        ("midlayer", EAGLE3_CONFIG, (2, 4, 5), 10_000.0, False, "t2d"),
+        ("midlayer", BY_NVIDIA, (1, 3, 8), 10_000.0, False, None),
+        ("layers.0", SPECULATORS, (1, 3, 8), 500.0, True, None),
+    ],
+)
+def test_an_eagle3_model_is_one_layer_that_reads_rows(
+    tmp_path, prefix, config, layers, theta, norm_before_residual, dropped
+):
+    named = eagle3(tmp_path, prefix, config, **({dropped: None} if dropped else {}))
+    found = read_eagle3(tmp_path)
+    assert found.heads and found.vllm_method == "eagle3"
+    assert found.heads.shape == Eagle3Shape(
+        4,
+        3,
+        3,
+        target_vocab_size=9,
+        layers=layers,
+        intermediate_size=5,
+        attention_heads=2,
+        key_value_heads=1,
+        head_size=2,
+        norm_eps=1e-5,
+        rope_theta=theta,
+        norm_before_residual=norm_before_residual,
+    )
+    assert found.heads.vocabulary.token_map.tolist() == [1, 4, 8]
+    assert torch.equal(found.heads.embedding, EAGLE3_TARGET.embedding())
+    for name, tensor in found.heads.named_tensors(EXPANDED).items():
+        assert torch.equal(named[name.replace("midlayer", prefix)], tensor), name
+
+
+def test_an_eagle3_model_may_draft_all_tokens(tmp_path):
+    """SpecForge then stores a map that maps nothing."""
+    matrix, everything = torch.randn(9, 4), torch.ones(9, dtype=torch.bool)
+    nothing = torch.zeros(9, dtype=torch.int64)
+    eagle3(tmp_path, **{"lm_head.weight": matrix, "d2t": nothing, "t2d": everything})
+    found = read_eagle3(tmp_path).heads
+    assert found and not found.shape.is_pruned and torch.equal(found.lm_head, matrix)
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings", "said"),
+    [
+        ({"midlayer.self_attn.q_proj.bias": torch.ones(4)}, {}, "q_proj.bias"),
+        ({"layers.1.hidden_norm.weight": torch.ones(4)}, {}, "layers.1"),
+        ({"embed_tokens.weight": torch.ones(9, 4)}, {}, "embedding of its own"),
+        ({}, {"norm_output": True}, "norm_output"),
+        ({}, {"eagle_config": {"norm_before_fc": True}}, "norm_before_fc"),
+        ({}, {"target_hidden_size": 8}, "target_hidden_size 8"),
+        ({}, {"rope_scaling": {"rope_type": "llama3"}}, "rotary"),
+    ],
+)
+def test_an_eagle3_model_of_another_form_is_left_to_vllm(tmp_path, changed, settings, said):
+    eagle3(tmp_path, config=EAGLE3_CONFIG | settings, **changed)
+    found = read_eagle3(tmp_path)
+    assert found.heads is None and said in found.why_not and found.vllm_method == "eagle3"
+
+
+@pytest.mark.parametrize(
+    ("changed", "left_out", "said"),
+    [
+        ({"t2d": torch.ones(9, dtype=torch.bool)}, None, "d2t and t2d"),
+        ({"d2t": torch.tensor([1, 3, 7]), "t2d": None}, None, "d2t and t2d"),
+        ({"norm.weight": None}, None, "norm.weight is missing"),
+        ({"fc.weight": torch.ones(4, 8)}, None, "fc.weight has shape"),
+        ({}, "num_attention_heads", "num_attention_heads"),
+    ],
+)
+def test_a_damaged_eagle3_model_is_refused(tmp_path, changed, left_out, said):
+    config = {name: each for name, each in EAGLE3_CONFIG.items() if name != left_out}
+    eagle3(tmp_path, config=config, **changed)
+    with pytest.raises(DataError, match=said):
+        read_eagle3(tmp_path)
