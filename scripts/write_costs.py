@@ -88,10 +88,9 @@ class Costs:
             conversations=self.conversations,
             samples=1,
             tokens=self.states,
-            tokens_per_sample=0,
             bytes_per_position=0,
             row_layers=0,
-            bound="at most",
+            is_bound=True,
             positions=self.positions,
             recipes=(self.recipe,),
         )
