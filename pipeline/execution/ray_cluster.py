@@ -46,7 +46,7 @@ def connect(address: str) -> None:
         EnvironmentFault: Nothing listens at `address`, or Ray does not start.
     """
     if address.startswith("ray://"):
-        raise EnvironmentFault("RAY_ADDRESS is that of a Ray Client.", address, NO_CLUSTER)
+        raise EnvironmentFault("RAY_ADDRESS is a Ray Client address.", address, NO_CLUSTER)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         if address:

@@ -202,7 +202,7 @@ def target_of(directory: str | os.PathLike[str]) -> str:
         return str(tuned)
     if not Path(named).is_dir():
         raise ConfigError(
-            f"The export's target is not there: {named}.",
+            f"The export's target does not exist: {named}.",
             str(directory),
             "Name it with --base-model, or `target=`.",
         )

@@ -100,13 +100,13 @@ def _plain_tensors(path: Path) -> dict[str, Tensor]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # zip, pickle and torch raise errors of their own
         raise DataError(
-            f"This is no file of plain tensors, and code in it is not run: {one_line(error)}.",
+            f"The file holds more than plain tensors, and no code runs: {one_line(error)}.",
             path,
             fix,
         ) from error
     is_named = isinstance(content, dict) and all(isinstance(name, str) for name in content)
     if not is_named or not all(isinstance(tensor, Tensor) for tensor in content.values()):
-        raise DataError("This is no file of named tensors.", path, fix)
+        raise DataError("The file does not hold named tensors.", path, fix)
     return dict(content)
 
 
@@ -125,7 +125,7 @@ class DirectoryTensors:
         weights = [path for path in sorted(directory.iterdir()) if path.suffix in WEIGHT_SUFFIXES]
         safe = [path for path in weights if path.suffix == ".safetensors"]
         if not weights:
-            raise DataError("There are no weights here.", directory, NOT_HERE)
+            raise DataError("The directory has no weights.", directory, NOT_HERE)
         self._files: dict[str, tuple[WeightsFile, str]] = {}
         for path in safe or weights:
             file = WeightsFile(path)

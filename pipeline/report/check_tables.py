@@ -174,7 +174,7 @@ def load_study_table(report: Report) -> Table:
     for measure in ("to first", "per token"):
         table.columns += [f"{measure}, plain", f"{measure}, drafting"]
     table.note = (
-        "vLLM as a server, with so many requests at once: milliseconds to the first token and per"
+        "vLLM as a server with this many requests at once: milliseconds to the first token and per"
         " further one, p50 / p90 / p99 of the requests. Client and server share the machine."
     )
     for row in report.studies.load or []:

@@ -176,7 +176,7 @@ def _losses(report: Report) -> Iterator[str]:
             places.append(f"in vLLM, {at_a_time(advice.requests)}")
     reasons = list(_reasons(report))
     if places and reasons:
-        yield f"Heads do not pay {' and '.join(places)}. What holds here: {'; '.join(reasons)}."
+        yield f"Heads do not pay {' and '.join(places)}. Possible reasons: {'; '.join(reasons)}."
 
 
 def _reasons(report: Report) -> Iterator[str]:

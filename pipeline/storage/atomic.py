@@ -165,7 +165,7 @@ def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFau
         return EnvironmentFault(
             f"A file cannot be opened or written: {error}.",
             where,
-            f"Check what stands there and who may write, or set run.root to another place; {AGAIN}",
+            f"Check the path and its permissions, or set run.root to another directory; {AGAIN}",
         )
     return None
 

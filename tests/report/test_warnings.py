@@ -146,7 +146,7 @@ def test_where_heads_lose_the_known_reasons_that_hold_are_named(report, part, fo
     whole[part] |= found
     native |= LOSING
     named = [each for each in report_warnings(typed(report)) if reason in each]
-    assert named[-1].startswith("Heads do not pay natively. What holds here: ")
+    assert named[-1].startswith("Heads do not pay natively. Possible reasons: ")
     native |= {"speedup": 1.6, "tokens_per_second": 160.0}
     assert not any("do not pay" in each for each in report_warnings(typed(report)))
 
@@ -157,4 +157,4 @@ def test_heads_that_lose_in_vllm_alone_are_explained_too(report):
     vllm["methods"] = [{"name": "heads"}]
     vllm["loads"] = [{"method": "heads", "requests": 1, **LOSING}]
     (warning,) = report_warnings(typed(report))
-    assert warning.startswith("Heads do not pay in vLLM, 1 request at a time. What holds here: 36")
+    assert warning.startswith("Heads do not pay in vLLM, 1 request at a time. Possible reasons: 36")
