@@ -1,14 +1,15 @@
 """Training batches of whole rows: the plan of an epoch, for kinds of heads with `row_layers`.
 
 Such heads attend to a row's earlier positions, so a row is never split between batches or workers.
-The epoch's row groups are shuffled, and the rows of `GROUPS` successive groups together. Placed end
-to end, the rows form a line of positions with labels. It is cut into steps, and each step into the
-shares of the workers, at the borders of rows that are nearest to equal parts. So:
+The epoch's row groups are shuffled, and the rows of about `GROUPS` successive groups together.
+Placed end to end, the rows form a line of positions with labels. It is cut into steps, and each
+step into the shares of the workers, at the borders of rows that are nearest to equal parts. So:
 
 - every row is read once per epoch;
 - a batch differs from the average by less than its longest rows; every step has a row, but a worker
   may have none;
-- each batch mixes rows of `GROUPS` row groups, and few more row groups are in memory at once;
+- each batch mixes rows of about `GROUPS` row groups, and few more row groups are in memory at once;
+  a step's rows are sorted by row group, so that each of several workers reads few groups;
 - the rows of any (epoch, step) are computed directly, without reading the steps before;
 - a batch is the same for any number of workers.
 
@@ -25,7 +26,7 @@ import numpy.typing as npt
 from pipeline.training.feature_batches import Piece
 from pipeline.training.task import ALONE, Workers
 
-GROUPS = 4
+GROUPS = 8
 
 
 class RowPlan:
@@ -50,16 +51,7 @@ class RowPlan:
         epoch: int = 0,
         limit: int | None = None,
     ):
-        random = np.random.default_rng([seed, epoch])
-        order = random.permutation(len(lengths))
-        rows = [np.empty((0, 2), np.int64)]  # pairs of row group and row
-        for first in range(0, len(order), GROUPS):
-            together = []
-            for group in order[first : first + GROUPS]:
-                used = np.flatnonzero(lengths[group])
-                together.append(np.stack((np.full_like(used, group), used), 1))
-            rows.append(random.permutation(np.concatenate(together)))
-        self._rows = np.concatenate(rows)
+        self._rows = _shuffled_rows(lengths, np.random.default_rng([seed, epoch]))
         self._lengths = np.array([lengths[group][row] for group, row in self._rows], np.int64)
         if limit is not None:
             num_rows = int(np.searchsorted(self._lengths.cumsum(), limit)) + 1
@@ -71,6 +63,10 @@ class RowPlan:
         step = np.arange(self.num_steps + 1)
         cuts = np.maximum.accumulate(_equal_cuts(self._lengths, self.num_steps) - step) + step
         self._steps = np.minimum(cuts, len(self._rows) - self.num_steps + step)
+        step_of_row = np.repeat(step[:-1], np.diff(self._steps))
+        by_group = np.lexsort((self._rows[:, 0], step_of_row))
+        self._rows = self._rows[by_group]
+        self._lengths = self._lengths[by_group]
 
     def share(self, step: int, workers: Workers) -> tuple[int, int]:
         """Return the range [start, stop) of a training step's rows that one worker reads."""
@@ -87,6 +83,22 @@ class RowPlan:
         ):
             found.append(Piece(group, row, 0, length))
         return found
+
+
+def _shuffled_rows(
+    lengths: Sequence[npt.NDArray[np.int64]], random: np.random.Generator
+) -> npt.NDArray[np.int64]:
+    """Return the rows with labels in shuffled order, as pairs of row group and row."""
+    order = random.permutation(len(lengths))
+    none = np.empty((0, 2), np.int64)
+    shuffled = [none]
+    for groups in np.array_split(order, -(-len(order) // GROUPS) or 1):
+        rows = [none]
+        for group in groups:
+            used = np.flatnonzero(lengths[group])
+            rows.append(np.stack((np.full_like(used, group), used), 1))
+        shuffled.append(random.permutation(np.concatenate(rows)))
+    return np.concatenate(shuffled)
 
 
 def _equal_cuts(lengths: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:

@@ -61,7 +61,12 @@ def test_a_training_is_named_by_the_settings_that_it_reads(identity, method, key
 
 @pytest.mark.parametrize(
     ("changes", "stages"),
-    [({}, ("features",)), (MEDUSA_2, ("generate",)), (TWO_STAGE, ("features", "generate"))],
+    [
+        ({}, ("features",)),
+        (MEDUSA_2, ("generate",)),
+        (TWO_STAGE, ("features", "generate")),
+        ({"train__heads": "eagle3"}, ("features", "row-features")),
+    ],
 )
 def test_each_method_reads_what_it_trains_from(make_config, tmp_path, changes, stages):
     assert train.upstream(make_config(tmp_path, **changes)) == stages

@@ -119,10 +119,13 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 def test_a_batch_mixes_row_groups_and_opens_few_at_once():
-    plan = plan_of([[50] * 40] * 50, budget=500)
-    for pieces in all_pieces(plan):
+    plan = plan_of([[50] * 80] * 50, budget=4000)
+    assert plan.num_steps == 50
+    for step, pieces in enumerate(all_pieces(plan)):
         groups = {piece.group for piece in pieces}
         assert GROUPS // 2 <= len(groups) <= 2 * GROUPS
+        for workers in team(8):
+            assert len({piece.group for piece in plan.pieces(step, workers)}) <= 4
 
 
 @given(lengths=lengths_of_groups, limit=st.integers(1, 60))
