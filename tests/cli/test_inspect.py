@@ -53,6 +53,13 @@ def test_target_written_text_alone_is_coloured(finished_run, tiny_target):
     assert green == answers
 
 
+def test_row_features_are_described(command, copied_run, again):
+    again(train__heads="eagle3", train__eagle3__layers=[1, 2], until="row-features")
+    row = stored(copied_run.latest("row-features"))[0]
+    out = command("inspect", copied_run.path, "row-features").out
+    assert f"{len(row['input_ids'])} states each in layer_1, layer_2" in out
+
+
 def test_features_and_summaries_are_described(command, copied_run):
     row = stored(copied_run.latest("features"))[0]
     out = command("inspect", copied_run.path, "features").out

@@ -14,7 +14,7 @@ from pipeline.errors import EnvironmentFault
 from pipeline.stages import features as features_stage
 from pipeline.storage.shards import open_shard
 from pipeline.storage.stage_directory import StageDirectory
-from tests.flows.tiny import context_of, latest, quarantined, run_again, stored
+from tests.flows.tiny import context_of, latest, quarantined, run_again, stages_run, stored
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,7 @@ def test_row_features_are_the_layers_outputs_at_every_token(
 ):
     settings = {"train__heads": "eagle3", "train__eagle3__layers": [1, 2]}
     run = run_again(make_config(tmp_path, **settings), until="row-features")
+    assert stages_run(run) == ["row-features"], "other heads' features are kept"
     stage = latest(run, "row-features")
     rows = stored(stage)
     assert [row["id"] for row in rows] == [row["id"] for row in cached]
