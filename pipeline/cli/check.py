@@ -28,7 +28,7 @@ def check(
         str,
         Argument(
             help="A run's directory, a directory of heads, or a Hub id: an export, Medusa heads,"
-            " EAGLE-1."
+            " EAGLE-1, EAGLE-3."
         ),
     ],
     target: Annotated[

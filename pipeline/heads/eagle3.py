@@ -109,6 +109,10 @@ One decoder layer drafts all tokens (EAGLE-3, arXiv 2503.01840). It reads the ou
 layers of the target at every position of the text, attends to all earlier positions, and goes on
 from its own state and its last guess.
 """
+    card_engines = """\
+By its code, llama.cpp reads these heads too (`convert_hf_to_gguf.py --target-model-dir TARGET`).
+SGLang and TensorRT-LLM load them and ignore `norm_before_residual`, so they would accept fewer.
+"""
 
     shape: Eagle3Shape
 
