@@ -143,6 +143,13 @@ class BackboneConfig(Section):
             " and for soft labels. Default: target.quantization."
         ),
     )
+    shard: bool = Field(
+        False,
+        description=(
+            "Shard the frozen layers over the workers (FSDP), for a target that does not fit on one"
+            " GPU: less memory per GPU, more communication. It has no effect with one worker."
+        ),
+    )
     max_kl: PositiveFloat = Field(
         0.1,
         description=(

@@ -276,6 +276,8 @@ def _training_memory(
             kept_by_layers = KEPT_FOR_BACKWARD + num_layers
         states = num_positions * kept_by_layers * hidden_size * width
         weights = target.weight_bytes(backbone.quantization_beside(run.config.target.quantization))
+        if backbone.shard:
+            weights -= target.linear * target.itemsize * (1 - 1 / workers)
         num_adapter = backbone.lora_rank * target.adapted
         # The heads' gradients of a micro-batch lie beside the sum of the earlier ones.
         num_gradients = num_adapter + 2 * num_trained

@@ -59,12 +59,32 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
     return adapted
 
 
-def require_tunable(spec: TargetSpec) -> None:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return a model's decoder layers, which are the units of FSDP sharding.
+
+    They are found by their base class in transformers, `GradientCheckpointingLayer`.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            "The target has no decoder layers that could be split over workers.",
+            files.WHERE,
+            "Set train.backbone.shard: false.",
+        )
+    return layers
+
+
+def require_tunable(spec: TargetSpec, *, sharded: bool = False) -> None:
     """Check that LoRA can tune the target, without loading its weights.
 
     Raises:
-        ConfigError: The target is quantized on disk, changes its logits after lm_head, or has
-            weights that LoRA does not adapt.
+        ConfigError: The target is quantized on disk, changes its logits after lm_head, has weights
+            that LoRA does not adapt, or, if `sharded`, has no layers to shard.
     """
     from transformers import AutoModelForCausalLM
 
@@ -88,6 +108,8 @@ def require_tunable(spec: TargetSpec) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
     linear_layers(model)
+    if sharded:
+        decoder_layers(model)
 
 
 def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, dropout: float) -> PeftModel:

@@ -1,4 +1,4 @@
-"""The backbone that Medusa-2 trains: the target with a LoRA adapter.
+"""The backbone that Medusa-2 trains: the target with a LoRA adapter, optionally sharded.
 
 With the adapter off, the model is the original. In training the lm_head never runs as a layer,
 because the losses compute its logits in chunks (`pipeline.training.backbone_losses`).
@@ -25,12 +25,15 @@ from pipeline.storage.fingerprint import FileFacts
 from pipeline.targets import files
 from pipeline.targets.files import find_file, is_local
 from pipeline.targets.loading import input_device, load_causal_lm, verify_tap
-from pipeline.targets.lora import HEADS_ALONE, add_lora, load_tuned
+from pipeline.targets.lora import HEADS_ALONE, add_lora, decoder_layers, load_tuned
 from pipeline.targets.spec import TargetSpec, load_tokenizer
+from pipeline.training.task import ALONE, Workers
 from pipeline.training.text_batches import TextBatch
 
 NAME = "default"  # peft's name for the adapter
-SAVES_MEMORY = "Set train.backbone.quantization: 4bit."
+SAVES_MEMORY = (
+    "Set train.backbone.shard: true with several workers, or train.backbone.quantization: 4bit."
+)
 
 
 class Backbone(nn.Module):
@@ -44,9 +47,11 @@ class Backbone(nn.Module):
         settings: The section `train.backbone`.
         device: The device to compute on.
         dtype: The dtype of matrix products under the caller's autocast.
+        workers: The training workers; with `settings.shard` the frozen layers are sharded over
+            them.
 
     Raises:
-        ConfigError: The target cannot be loaded, LoRA does not find its layers, the
+        ConfigError: The target cannot be loaded, LoRA or sharding does not find its layers, the
             lm_head does not read the last hidden states, hidden states are not finite, or packed
             conversations attend to each other.
         EnvironmentFault: The target does not fit on the device, or a kernel or package is missing.
@@ -58,9 +63,11 @@ class Backbone(nn.Module):
         settings: BackboneConfig,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        workers: Workers = ALONE,
     ):
         super().__init__()
-        target = load_causal_lm(spec, device, too_large=SAVES_MEMORY)
+        sharded = settings.shard and workers.world_size > 1
+        target = load_causal_lm(spec, "cpu" if sharded else device, too_large=SAVES_MEMORY)
         _keep_differentiable(target)
         self.tuned: Any = add_lora(
             target,
@@ -68,6 +75,8 @@ class Backbone(nn.Module):
             alpha=settings.lora_alpha,
             dropout=settings.lora_dropout,
         )
+        if sharded:
+            shard_layers(target, device, workers)
         with self.tuned.disable_adapter():
             verify_tap(target)
             verify_packing(target)
@@ -162,6 +171,32 @@ def _keep_differentiable(module: nn.Module) -> None:
     for layer in module.modules():
         if type(layer).__module__.startswith("bitsandbytes"):
             layer.training = True
+
+
+def shard_layers(target: Any, device: torch.device, workers: Workers) -> None:
+    """Shard each decoder layer's frozen weights over the training workers with FSDP2, in place.
+
+    `target` is moved from the CPU to `device`. Each worker keeps a shard of every layer. It gathers
+    a whole layer for the layer's forward and again for its backward, and frees it afterwards. LoRA
+    weights, embeddings, the last norm and the lm_head are replicated. Every worker must run the
+    layers equally often, even without text, because a gather waits for all workers.
+
+    Raises:
+        ConfigError: The target has no layers that can be sharded.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh(device.type, (workers.world_size,))
+    trained = {parameter for parameter in target.parameters() if parameter.requires_grad}
+    for layer in decoder_layers(target):
+        fully_shard(layer, mesh=mesh, ignored_params=trained)
+    whole = [parameter for parameter in target.parameters() if not isinstance(parameter, DTensor)]
+    # This root has no sharded parameters; FSDP2 needs it to prefetch layers.
+    fully_shard(target.base_model, mesh=mesh, ignored_params=set(whole))
+    for tensor in (*whole, *target.buffers()):
+        tensor.data = tensor.data.to(device)
 
 
 @torch.no_grad()

@@ -68,7 +68,10 @@ class BackboneLearner(Learner):
     """
 
     tunes_backbone = True
-    saves_memory = ("train.backbone.quantization: 4bit",)
+    saves_memory = (
+        "train.backbone.quantization: 4bit",
+        "train.backbone.shard: true with several placement.train.workers",
+    )
 
     def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device):
         super().__init__(spec, workers, device)
@@ -82,7 +85,7 @@ class BackboneLearner(Learner):
         self.plan = TextPlan(groups, self.recipe.batch_sequences, spec.seed)
         evaluated = min(num_positions(self.held_out), MAX_POSITIONS)
         self.held_out_share = evaluated / num_positions(self.texts)
-        self.backbone = Backbone(spec.trained_target, self.settings, device, self.dtype)
+        self.backbone = Backbone(spec.trained_target, self.settings, device, self.dtype, workers)
         self.heads = initial_heads(spec).to(device)
         self.modules = {"heads": self.heads, "backbone": self.backbone}
         self.peak_lrs = {"heads": self.recipe.lr, "backbone": self.settings.lr}
@@ -105,12 +108,12 @@ class BackboneLearner(Learner):
     def batches(self, step: int) -> Iterator[MicroBatch]:
         """Yield this worker's micro-batches of a training step.
 
-        A worker without a sequence has one micro-batch without labels.
+        Every worker has the same number of micro-batches; the last one may have no labels.
         """
         epoch, of_epoch = divmod(step, self.recipe.steps_per_epoch)
         size = self.settings.micro_batch
         share = self.plan.sequences(epoch, of_epoch, self.workers)
-        for start in range(0, max(1, len(share)), size):
+        for start in range(0, self.plan.largest_share(of_epoch, self.workers.world_size), size):
             chosen = share[start : start + size]
             sequences = [[self.texts[index] for index in group] for _, group in chosen]
             number = chosen[0][0] if chosen else 0  # of the first sequence within the step
@@ -205,10 +208,14 @@ class BackboneLearner(Learner):
         drift = Drift.zero(self.device)
         total = Score.zero(self.heads.shape, TOP, self.device)
         self.backbone.eval()
-        first, last = split_range(0, len(groups), self.workers.rank, self.workers.world_size)
-        for group in groups[first:last]:
-            sequence = [texts[index] for index in group]
-            batch = assemble_texts([sequence], self.spec.settings.num_heads).to(self.device)
+        world_size = self.workers.world_size
+        first, last = split_range(0, len(groups), self.workers.rank, world_size)
+        for place in range(-(-len(groups) // world_size)):
+            # Every worker runs the layers equally often, because they may be sharded.
+            sequences = []
+            if first + place < last:
+                sequences = [[texts[index] for index in groups[first + place]]]
+            batch = assemble_texts(sequences, self.spec.settings.num_heads).to(self.device)
             with self.autocast():
                 hidden_ND = self.backbone.states(batch)
                 original_ND = self.backbone.original_states(batch)

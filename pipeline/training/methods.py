@@ -136,7 +136,7 @@ class HeadsAndBackbone(Method):
         """
         found = super().settings(train, target_quantization)
         backbone = found["backbone"]
-        for key in ("micro_batch", "gradient_checkpointing", "max_kl"):
+        for key in ("micro_batch", "gradient_checkpointing", "shard", "max_kl"):
             del backbone[key]
         if train.backbone.quantization_beside(target_quantization) == target_quantization:
             del backbone["quantization"]  # set or not, it is the target's own
@@ -156,14 +156,23 @@ class HeadsAndBackbone(Method):
                 "train.method",
                 "Set it to medusa-1, or choose other train.heads.",
             )
+        settings = config.train.backbone
         if (config.placement.train.gpus_per_worker or 0) > 1:
             raise ConfigError(
                 "Medusa-2 computes on one GPU per worker and would leave the others unused.",
                 "placement.train.gpus_per_worker",
                 "Set it to 1 and raise placement.train.workers. If the target does not fit on one"
-                " GPU, set train.backbone.quantization: 4bit.",
+                " GPU, train.backbone.shard: true splits it over the workers.",
             )
-        require_tunable(target)
+        bits = settings.quantization_beside(config.target.quantization)
+        if settings.shard and bits:
+            raise ConfigError(
+                f"Weights in {bits} cannot be split over workers.",
+                "train.backbone.shard",
+                "Set it to false, since a quantized backbone is small, or"
+                " train.backbone.quantization to none.",
+            )
+        require_tunable(target, sharded=settings.shard)
 
     def phases(self, train: TrainConfig) -> Phases:
         """Return the phases of Medusa-2 training: joint, or heads alone and then joint."""

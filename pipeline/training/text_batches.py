@@ -130,6 +130,11 @@ class TextPlan:
         first, last = split_range(start, stop, workers.rank, workers.world_size)
         return [(place - start, self.groups[order[place]]) for place in range(first, last)]
 
+    def largest_share(self, step: int, world_size: int) -> int:
+        """Return the largest number of sequences that any worker has in a training step."""
+        first, last = split_range(0, len(self.groups), step, self.steps_per_epoch)
+        return -(-(last - first) // world_size)
+
 
 class TextBatch(NamedTuple):
     """Training batch of packed sequences, with labels at N learned positions; all int64.

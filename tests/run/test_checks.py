@@ -18,6 +18,7 @@ from tests.flows.tiny import resolved, run_again
 
 HUB = {"target__model": "owner/model"}
 MEDUSA_2 = {"train__method": "medusa-2"}
+SHARD_4BIT = {"train__backbone__shard": True, "target__quantization": "4bit", **MEDUSA_2}
 VLLM = {"check__engines": ["native", "vllm"]}
 SAMPLED = {"check__acceptance": "rejection", "check__temperature": 0.7}
 
@@ -42,6 +43,7 @@ REFUSED = [
     ({"check__draft_tokens": [2, 4], **VLLM}, "check.draft_tokens"),
     ({"check__engine_baselines": ["draft-model"]}, "check.assistant_model"),
     ({"target__quantization": "8bit", **VLLM}, "check.engines"),
+    (SHARD_4BIT, "train.backbone.shard"),
     ({"train__heads": "eagle3", **MEDUSA_2}, "train.method"),
     ({"train__heads": "eagle3", "calibrate__tree": "dynamic"}, "calibrate.tree"),
     ({"placement__train": {"gpus_per_worker": 2}, **MEDUSA_2}, "gpus_per_worker"),
@@ -69,6 +71,7 @@ def test_a_plan_and_a_run_refuse_and_name_the_key(make_config, tmp_path, changes
         {"generate__max_new_tokens": 3, "generate__mode": "passthrough"},
         {"export__formats": ["shared"], "train__medusa__lm_head": "tied"},
         {"push__repo_id": "me/heads", "push__base_model": "owner/model"},
+        {**SHARD_4BIT, "train__backbone__quantization": "none"},
         {**SAMPLED, "check__acceptance": "typical"},
     ],
 )

@@ -104,6 +104,15 @@ def test_heads_have_weights_gradients_and_two_moments(plan_of, optimizer, moment
     )
 
 
+def test_workers_share_the_layers_of_a_backbone_that_trains(plan_of):
+    """An eighth of the decoder layers on each of eight; embedding and lm_head are whole."""
+    eight = {"train__method": "medusa-2", "placement__train": {"workers": 8}}
+    split = memory_of(plan_of("7B", train__backbone={"shard": True}, **eight), "train").weights
+    matrices = 2 * 32000 * 4096
+    assert split == pytest.approx(2 * ((6_738_415_616 - matrices) / 8 + matrices), rel=0.01)
+    assert memory_of(plan_of("7B", **eight), "train").weights == 2 * 6_738_415_616
+
+
 def check(run: ResolvedRun, *stages: str) -> None:
     check_memory(replace(run, open_stages=stages))
 

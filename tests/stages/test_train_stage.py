@@ -33,6 +33,7 @@ SAME = [
     ({}, "backbone__recipe", "two-stage"),
     (MEDUSA_2, "batch_tokens", 99),
     (MEDUSA_2, "backbone__max_kl", 0.5),
+    (MEDUSA_2, "backbone__shard", True),
     (MEDUSA_2, "backbone__quantization", "none"),
     (MEDUSA_2 | {"target__quantization": "4bit"}, "backbone__quantization", "4bit"),
     (TWO_STAGE, "checkpoint_every", 7),

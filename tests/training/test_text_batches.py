@@ -59,7 +59,7 @@ def test_every_sequence_comes_once_per_epoch_on_any_workers(lengths, budget, wor
         assert whole == plan.sequences(epoch, step) and len(whole) <= budget
         assert [number for number, _ in whole] == list(range(len(whole)))
         sizes = [len(share) for share in shares]
-        assert max(sizes) - min(sizes) <= 1
+        assert max(sizes) - min(sizes) <= 1 and plan.largest_share(step, world_size) == max(sizes)
         seen.update(tuple(group) for _, group in whole)
     assert seen == Counter(tuple(group) for group in plan.groups)
 
