@@ -1,10 +1,11 @@
-"""Write the figures of two finished demos into the README.
+"""Write the figures of three finished demos into the README.
 
-python scripts/write_demo.py runs/demo-recurrent runs/demo
+python scripts/write_demo.py runs/demo-eagle3 runs/demo-recurrent runs/demo
 """
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.artifacts.json_form import from_json
@@ -14,12 +15,14 @@ from pipeline.report.report import Report
 
 PAGE = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- demo -->\n", "\n<!-- /demo -->"
+KINDS = ("EAGLE-3 heads", "recurrent heads", "Medusa heads")
 FIGURES = (
-    "tokens per forward of the model",
+    "tokens per forward",
     "the same, as predicted",
     "tokens per forward in vLLM (one chain)",
-    "tokens per second, the model alone → with heads",
+    "tokens per second, alone → with heads",
     "answers identical to the model's own",
+    "training: passes; heads or steps",
 )
 
 
@@ -31,8 +34,9 @@ def read_report(run: str) -> Report:
 
 def figures(report: Report) -> list[str]:
     """Return a finished demo's cells, in the order of `FIGURES`."""
-    native, vllm = report.native, report.vllm
+    native, vllm, train = report.native, report.vllm, report.train
     assert native is not None and vllm is not None
+    assert train is not None and train.hyperparameters is not None
     matched = native.greedy_match
     plain, with_heads = native.baseline_tokens_per_second, native.tokens_per_second
     return [
@@ -41,27 +45,26 @@ def figures(report: Report) -> list[str]:
         measured_rate(vllm),
         f"{rate(plain)} → {rate(with_heads)}",
         f"{matched.identical} of {matched.sequences}",
+        f"{train.hyperparameters['epochs']}; {report.num_heads}",
     ]
 
 
-def table(recurrent: Report, medusa: Report) -> str:
-    """Format the README's table in Markdown."""
-    assert recurrent.native is not None and medusa.tree is not None
-    questions = recurrent.native.greedy_match.sequences
-    lines = [
-        f"| measured on {questions} new questions, with {medusa.tree.nodes} guesses per forward"
-        " | recurrent heads | Medusa heads |",
-        "|---|---|---|",
-    ]
-    for figure, one, other in zip(FIGURES, figures(recurrent), figures(medusa), strict=True):
-        lines.append(f"| {figure} | {one} | {other} |")
+def table(reports: Sequence[Report]) -> str:
+    """Format the README's table in Markdown, from a report of each of `KINDS`."""
+    first = reports[0]
+    assert first.native is not None and first.tree is not None
+    questions = first.native.greedy_match.sequences
+    title = f"{questions} new questions, {first.tree.nodes} guesses per forward"
+    lines = [f"| {title} | {' | '.join(KINDS)} |", "|---" * (1 + len(KINDS)) + "|"]
+    for row in zip(FIGURES, *map(figures, reports), strict=True):
+        lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 
 
-def main(recurrent: str, medusa: str) -> None:
-    """Replace the README's table by the figures of two demos."""
+def main(*runs: str) -> None:
+    """Replace the README's table by the figures of a demo of each of `KINDS`."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    written = table(read_report(recurrent), read_report(medusa))
+    written = table([read_report(run) for run in runs])
     PAGE.write_text(before + BEGIN + written + END + rest.partition(END)[2], encoding="utf-8")
 
 
