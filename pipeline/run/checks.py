@@ -82,8 +82,8 @@ def check_heads(run: ResolvedRun) -> None:
 def check_tree(run: ResolvedRun) -> None:
     """Raise ConfigError if the heads cannot propose the tree or the chain of draft tokens.
 
-    Also raise it if the tree is invalid, DataError if the tree's file cannot be read, and what
-    `require_methods` raises for the drafts that the check compares with.
+    Also raise it if the tree is invalid or its file cannot be read, and what `require_methods`
+    raises for the drafts that the check compares with.
     """
     settings = run.config.calibrate
     most_by_key = {"depth": run.shape.max_depth, "draft_tokens": run.max_draft_tokens}

@@ -12,7 +12,7 @@ from pipeline.artifacts.tree_file import read_paths
 from pipeline.config import Config, PlacementOf, TargetConfig
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import TreePath, check_choices
-from pipeline.errors import ConfigError, MedusaDistillError
+from pipeline.errors import ConfigError, DataError, MedusaDistillError
 from pipeline.execution.executor import InlineExecutor
 from pipeline.execution.placement import Placement, Resources, gpus_of, place, workers_of
 from pipeline.export.hub import Repositories, repositories
@@ -207,14 +207,16 @@ class ResolvedRun:
         """The validated paths in `calibrate.choices`; None if it is not set.
 
         Raises:
-            ConfigError: The paths are not a tree.
-            DataError: The file of the paths cannot be read.
+            ConfigError: The file of the paths cannot be read, or the paths are not a tree.
         """
         given = self.config.calibrate.choices
         if given is None:
             return None
-        paths = read_paths(given) if isinstance(given, Path) else given
-        return check_choices(paths, self.shape.max_depth, self.config.calibrate.top)
+        try:
+            paths = read_paths(given) if isinstance(given, Path) else given
+            return check_choices(paths, self.shape.max_depth, self.config.calibrate.top)
+        except (ConfigError, DataError) as error:
+            raise ConfigError(error.what, f"calibrate.choices = {given}", error.fix) from None
 
     @property
     def dynamic_tree(self) -> DynamicTree | None:
