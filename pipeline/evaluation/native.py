@@ -191,7 +191,8 @@ def decode_check_prompts(
         warmed = prompts  # so that the graphs of every length are captured before timing
     progress.begin("native, warm-up", 0, unit="answers")
     take_turns(greedily, warmed, failed, progress)
-    take_turns(by_rule, warmed, failed, progress)
+    if rule is not greedy_acceptance:
+        take_turns(by_rule, warmed, failed, progress)
     passes = []
     num_answers = request.settings.repeats * len(prompts) * len(by_rule)
     progress.begin("native", num_answers, unit="answers")

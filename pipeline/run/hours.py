@@ -217,11 +217,12 @@ class Hours:
             on_gpu, step = self.rates[section].memory is not None, self.plain_step(section)
             if engine == "native":
                 methods = 2 + len(check.baselines)
-                answers = methods * (check.repeats + 1) * prompts  # with warm-ups
+                answers = methods * (check.repeats + 1) * prompts  # with a warm-up
                 seconds += WORKER
             else:
                 methods = 3 + len(check.engine_baselines) + len(check.draft_tokens)
-                answers = methods * check.repeats * (1 + NUM_IN_TURN)
+                passes = (methods - 1) * check.repeats + 1  # plain decoding once more
+                answers = passes * (1 + NUM_IN_TURN)
                 if not on_gpu:
                     step += CPU_ENGINE_STEP
                 seconds += methods * ENGINE
