@@ -115,7 +115,7 @@ def test_vllm_drafts_as_asked_and_has_to_accept(checked, finished_run, tmp_path,
             "[301, 64] instead of [300, 64]",
         ),
         (lambda export: shutil.rmtree(export), 2, "There is no directory"),
-        (lambda export: [path.unlink() for path in export.iterdir()], 3, "no weights here"),
+        (lambda export: [path.unlink() for path in export.iterdir()], 3, "no weights"),
     ],
 )
 def test_what_cannot_be_measured_is_one_paragraph(checked, tmp_path, change, code, says):

@@ -49,7 +49,8 @@ def test_the_cache_is_sized_for_steps_not_context(pair, monkeypatch):
     monkeypatch.setattr(TreeCache, "begin_batch", counted)
     curve = overhead_curve(*pair, TREES, [[5] * 20, [7] * 9], 131_072)
     assert 1 in curve and all(cost > 0 for cost in curve.values())
-    assert max(asked) <= 20 + 1 + NUM_STEPS * 3 + 1 + 4
+    assert 20 + 1 + NUM_STEPS * 3 + 1 + 4 < 256, "slots are allocated in multiples of 256"
+    assert max(asked) == 256
 
 
 def test_trees_that_cannot_pay_are_left_out(pair, monkeypatch):
