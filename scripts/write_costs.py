@@ -84,11 +84,12 @@ class Costs:
         memory = memory_of_stages(self.run, sizes, self.positions)
         self.trained = next(stage.gradients for stage in memory if stage.name == "train") / FP32
         self.memory = {stage.name: stage for stage in memory}
-        size = RunSize(
+        dtype = self.run.target.torch_dtype
+        self.size = RunSize(
             conversations=self.conversations,
             samples=1,
             tokens=self.states,
-            bytes_per_position=0,
+            bytes_per_position=StateFormat(dtype, hidden_size, "native").stored_bytes,
             row_layers=0,
             is_bound=True,
             positions=self.positions,
@@ -96,12 +97,10 @@ class Costs:
         )
         rates = Rates.of_gpu(GPUS[machine.gpu], machine.gigabytes * 1e9)
         sections = self.run.config.placement.of_stages()
-        self.hours = Hours(self.run, size, sizes, dict.fromkeys(sections, rates))
+        self.hours = Hours(self.run, self.size, sizes, dict.fromkeys(sections, rates))
 
     def column(self) -> dict[str, str]:
         """Return what the run costs, by the label of the table's row."""
-        dtype, hidden_size = self.run.target.torch_dtype, self.run.shape.hidden_size
-        state_bytes = StateFormat(dtype, hidden_size, "native").stored_bytes
         train, times = self.memory["train"], self.hours.stages()
         written = f"{self.states / 1e6:,.0f}M"
         steps = f"{self.recipe.epochs} epochs of {self.recipe.steps_per_epoch:,} steps"
@@ -112,7 +111,8 @@ class Costs:
             "check": hours(times["check"]),
             "**all stages**": f"**{hours(sum(times.values()))}**",
             "disk: the target": gigabytes(self.sizes.weight_bytes()),
-            "disk: states": gigabytes(self.states * state_bytes),
+            "disk: states": gigabytes(self.size.disk_bytes or 0),
+            "disk: row states of a layer (EAGLE-3)": gigabytes(self.size.layer_bytes),
             "disk: checkpoints": gigabytes(KEPT * (train.heads + train.optimizer)),
             "disk: heads, exported": gigabytes(self.trained * self.sizes.itemsize),
             "GPU memory: generate": self.gib("generate"),

@@ -247,8 +247,8 @@ class PushConfig(Section):
         None,
         description=(
             "USER/NAME on the Hub; without it no heads are pushed. `USER/` is completed to"
-            " USER/TARGET-speculator.eagle, or .medusa. With medusa-2 this repository gets the"
-            " tuned backbone, and the heads go to NAME-speculator.medusa or .eagle."
+            " USER/TARGET-speculator.eagle, .eagle3 or .medusa. With medusa-2 this repository gets"
+            " the tuned backbone, and the heads go to NAME-speculator.medusa or .eagle."
         ),
     )
     private: bool = Field(False, description="Make the repositories private.")
