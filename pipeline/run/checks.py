@@ -172,7 +172,7 @@ def check_template(run: ResolvedRun) -> None:
 def check_target(run: ResolvedRun) -> None:
     """Raise ConfigError if the target's vocabulary or context is too small for the settings.
 
-    Also raise it if the check uses vLLM, and vLLM cannot serve the heads.
+    Also raise it if vLLM cannot serve the heads in the check, or return the layers that they read.
     """
     if TARGET not in run.models:
         return  # seeds alone need no target
@@ -187,8 +187,10 @@ def check_target(run: ResolvedRun) -> None:
         )
     shape = run.shape.drafting(draft_vocab)
     refusal = run.kind.vllm_refusal(shape, run.target_config.to_dict())
-    if "vllm" in config.check.engines and refusal:
+    if refusal and "vllm" in config.check.engines:
         raise ConfigError(refusal, "check.engines", "Set check.engines to [native].")
+    if refusal and run.shape.row_layers and config.features.engine == "vllm":
+        raise ConfigError(refusal, "features.engine", "Set features.engine to transformers.")
     context = context_length(with_room(run.target, config.check), run.target_config)
     longest = config.check.max_new_tokens
     if "check" in run.stages and longest >= context:

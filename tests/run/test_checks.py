@@ -91,6 +91,26 @@ def test_an_assistant_has_the_target_s_vocabulary(make_config, tmp_path, tiny_ta
         check_plan(resolved(make_config(tmp_path, **changes)))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "refused"), [("LlamaForCausalLM", False), ("Gemma2ForCausalLM", True)]
+)
+def test_vllm_must_return_the_layers_that_heads_read(
+    make_config, tmp_path, tiny_target, architecture, refused
+):
+    copy = shutil.copytree(tiny_target, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    for changes, key in (({"features__engine": "vllm"}, r"features\.engine"), (VLLM, "check")):
+        run = resolved(
+            make_config(tmp_path, target__model=str(copy), train__heads="eagle3", **changes)
+        )
+        if refused:
+            with pytest.raises(ConfigError, match=f"not return for {architecture}.*{key}"):
+                check_plan(run)
+        else:
+            check_plan(run)
+
+
 def test_keys_that_nothing_reads_are_warned_of(make_config, tmp_path):
     config = make_config(tmp_path)
     written = validate(config.model_dump(mode="json"), "run.yaml")  # which sets every key
