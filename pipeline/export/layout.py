@@ -94,7 +94,7 @@ class ExportLayout:
         if refusal is None:
             proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
             content["speculators_model_type"] = method
-            content["transformer_layer_config"] = {}
+            content.setdefault("transformer_layer_config", {})
             content["speculators_config"] = {
                 "algorithm": method,
                 "default_proposal_method": "greedy",

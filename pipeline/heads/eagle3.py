@@ -20,10 +20,10 @@ itself: q and k are nearly the same random matrix. The token at i+1 reaches y th
 alone, so heads that start with random attention learn several times more slowly. The layer may take
 more steps than it was trained for.
 
-It equals vLLM 0.32's `Eagle3LlamaForCausalLM`. SGLang, TensorRT-LLM and llama.cpp load the same
-files as `LlamaForCausalLMEagle3`; the first two know no `norm_before_residual`. SGLang knows only
-the tensor names of the authors (`midlayer.`), which all read. Layer L is the output of the target's
-L-th layer, which transformers calls `hidden_states[L]` (the last layer's before the norm).
+It equals vLLM 0.32's `Eagle3LlamaForCausalLM`, and llama.cpp's. TensorRT-LLM and SGLang know no
+`norm_before_residual`, and SGLang only the authors' tensor names (`midlayer.`). Layer L is the
+output of the target's L-th layer, which transformers calls `hidden_states[L]` (the last layer's
+before the norm).
 
 Letters: S positions of packed rows, N positions with labels, C queries of a block, T new rows of a
 text, B texts, P nodes of a tree, D hidden size, X inputs, I inner size, V vocabulary, K steps,
@@ -352,10 +352,12 @@ SGLang and TensorRT-LLM load them and ignore `norm_before_residual`, so they wou
         cls, shape: Eagle3Shape, format: ExportFormat, target: Mapping[str, Any]
     ) -> dict[str, object]:
         """Return the keys of config.json for an EAGLE-3 model that computes this layer."""
-        return {
+        layer = {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLMEagle3"],
             "num_hidden_layers": 1,
+            "hidden_size": shape.hidden_size,
+            "vocab_size": shape.target_vocab_size,
             "intermediate_size": shape.intermediate_size,
             "num_attention_heads": shape.attention_heads,
             "num_key_value_heads": shape.key_value_heads,
@@ -365,10 +367,14 @@ SGLang and TensorRT-LLM load them and ignore `norm_before_residual`, so they wou
             "rope_theta": shape.rope_theta,
             "max_position_embeddings": target.get("max_position_embeddings", 2048),
             "tie_word_embeddings": False,
+            "num_aux_hidden_states": len(shape.layers),
+        }
+        return {
+            **layer,
+            "transformer_layer_config": layer,
             "draft_vocab_size": shape.vocab_size,
             "target_hidden_size": shape.hidden_size,
             "eagle_aux_hidden_state_layer_ids": list(shape.layers),
-            "num_aux_hidden_states": len(shape.layers),
             "norm_before_residual": shape.norm_before_residual,
             # For SGLang, which counts layers from 0.
             "eagle_config": {
@@ -378,22 +384,22 @@ SGLang and TensorRT-LLM load them and ignore `norm_before_residual`, so they wou
         }
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """Return the layer's tensors by their names in the original EAGLE-3 checkpoints.
+        """Return the layer's tensors by their names in speculators' EAGLE-3 checkpoints.
 
         A heads file (no `format`) also holds the target's embedding.
         """
         named: dict[str, Tensor] = {
             "fc.weight": self.fc,
-            "midlayer.input_layernorm.weight": self.input_norm,
-            "midlayer.hidden_norm.weight": self.hidden_norm,
-            "midlayer.self_attn.q_proj.weight": self.q,
-            "midlayer.self_attn.k_proj.weight": self.k,
-            "midlayer.self_attn.v_proj.weight": self.v,
-            "midlayer.self_attn.o_proj.weight": self.o,
-            "midlayer.post_attention_layernorm.weight": self.norm,
-            "midlayer.mlp.gate_proj.weight": self.gate,
-            "midlayer.mlp.up_proj.weight": self.up,
-            "midlayer.mlp.down_proj.weight": self.down,
+            "layers.0.input_layernorm.weight": self.input_norm,
+            "layers.0.hidden_norm.weight": self.hidden_norm,
+            "layers.0.self_attn.q_proj.weight": self.q,
+            "layers.0.self_attn.k_proj.weight": self.k,
+            "layers.0.self_attn.v_proj.weight": self.v,
+            "layers.0.self_attn.o_proj.weight": self.o,
+            "layers.0.post_attention_layernorm.weight": self.norm,
+            "layers.0.mlp.gate_proj.weight": self.gate,
+            "layers.0.mlp.up_proj.weight": self.up,
+            "layers.0.mlp.down_proj.weight": self.down,
             "norm.weight": self.output_norm,
             "lm_head.weight": self.lm_head,
         }

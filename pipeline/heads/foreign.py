@@ -228,7 +228,7 @@ def _eagle3_heads(
     """
     named = {}
     for name in tensors.names:
-        named[re.sub(r"^layers\.0\.", "midlayer.", name)] = tensors[name]
+        named[re.sub(r"^midlayer\.", "layers.0.", name)] = tensors[name]
     num_rows = len(named["d2t"]) if "d2t" in named else sizes.vocab_size
     shape = _eagle3_shape(tensors, sizes, num_tokens, num_rows)
     own_embedding = named.pop(EMBEDDING, None)

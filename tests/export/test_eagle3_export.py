@@ -21,16 +21,16 @@ SIZE, VOCAB, INNER, LAYERS = 32, 40, 24, (1, 3, 5)
 TOKENS = [0, 1, 5, 6, 17, 39]
 SIZES = {
     "fc.weight": (SIZE, 3 * SIZE),
-    "midlayer.hidden_norm.weight": (SIZE,),
-    "midlayer.input_layernorm.weight": (SIZE,),
-    "midlayer.post_attention_layernorm.weight": (SIZE,),
-    "midlayer.self_attn.q_proj.weight": (4 * 8, 2 * SIZE),
-    "midlayer.self_attn.k_proj.weight": (2 * 8, 2 * SIZE),
-    "midlayer.self_attn.v_proj.weight": (2 * 8, 2 * SIZE),
-    "midlayer.self_attn.o_proj.weight": (SIZE, 4 * 8),
-    "midlayer.mlp.gate_proj.weight": (INNER, SIZE),
-    "midlayer.mlp.up_proj.weight": (INNER, SIZE),
-    "midlayer.mlp.down_proj.weight": (SIZE, INNER),
+    "layers.0.hidden_norm.weight": (SIZE,),
+    "layers.0.input_layernorm.weight": (SIZE,),
+    "layers.0.post_attention_layernorm.weight": (SIZE,),
+    "layers.0.self_attn.q_proj.weight": (4 * 8, 2 * SIZE),
+    "layers.0.self_attn.k_proj.weight": (2 * 8, 2 * SIZE),
+    "layers.0.self_attn.v_proj.weight": (2 * 8, 2 * SIZE),
+    "layers.0.self_attn.o_proj.weight": (SIZE, 4 * 8),
+    "layers.0.mlp.gate_proj.weight": (INNER, SIZE),
+    "layers.0.mlp.up_proj.weight": (INNER, SIZE),
+    "layers.0.mlp.down_proj.weight": (SIZE, INNER),
     "norm.weight": (SIZE,),
 }
 

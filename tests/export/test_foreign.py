@@ -259,7 +259,7 @@ def test_an_eagle3_model_is_one_layer_that_reads_rows(
     assert found.heads.vocabulary.token_map.tolist() == [1, 4, 8]
     assert torch.equal(found.heads.embedding, EAGLE3_TARGET.embedding())
     for name, tensor in found.heads.named_tensors(EXPANDED).items():
-        assert torch.equal(named[name.replace("midlayer", prefix)], tensor), name
+        assert torch.equal(named[name.replace("layers.0", prefix)], tensor), name
 
 
 def test_an_eagle3_model_may_draft_all_tokens(tmp_path):

@@ -190,7 +190,7 @@ def test_step_0_is_a_llama_layer_that_reads_tokens_and_states(found, norm_before
     for projection in ("q_proj", "k_proj", "v_proj"):
         old = getattr(layer.self_attn, projection)
         setattr(layer.self_attn, projection, nn.Linear(2 * SIZE, old.out_features, bias=False))
-    prefix = "midlayer."
+    prefix = "layers.0."
     norms = [f"{prefix}{name}_layernorm.weight" for name in ("input", "post_attention")]
     layer = layer.double()
     next_N, labels_KN, rows = packed(found, STEPS)

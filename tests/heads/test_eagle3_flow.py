@@ -15,7 +15,7 @@ def test_the_whole_flow_changes_no_token_and_its_cache_serves_recurrent_heads(
     native = report_of(run)["check"]["native"]
     assert native["greedy_match"]["identical"] == 8
     trained = load_file(latest(run, "train").path / "heads.safetensors")
-    assert trained["fc.weight"].any() and trained["midlayer.self_attn.o_proj.weight"].any()
+    assert trained["fc.weight"].any() and trained["layers.0.self_attn.o_proj.weight"].any()
 
     run = run_again(make_config(tmp_path, train__heads="recurrent"))
     assert stages_run(run)[0] == "train"
