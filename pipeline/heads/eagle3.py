@@ -20,10 +20,10 @@ itself: q and k are nearly the same random matrix. The token at i+1 reaches y th
 alone, so heads that start with random attention learn several times more slowly. The layer may take
 more steps than it was trained for.
 
-It equals vLLM 0.32's `Eagle3LlamaForCausalLM`, and llama.cpp's. TensorRT-LLM and SGLang know no
-`norm_before_residual`, and SGLang only the authors' tensor names (`midlayer.`). Layer L is the
-output of the target's L-th layer, which transformers calls `hidden_states[L]` (the last layer's
-before the norm).
+It equals vLLM 0.32's `Eagle3LlamaForCausalLM` and, by their code, the models of llama.cpp,
+TensorRT-LLM and SGLang. The last two know no `norm_before_residual`, so heads that are trained here
+do without it. Layer L is the output of the target's L-th layer, which transformers calls
+`hidden_states[L]` (the last layer's before the norm).
 
 Letters: S positions of packed rows, N positions with labels, C queries of a block, T new rows of a
 text, B texts, P nodes of a tree, D hidden size, X inputs, I inner size, V vocabulary, K steps,
@@ -99,6 +99,7 @@ class Eagle3Heads(Heads):
     """EAGLE-3 draft heads: one decoder layer that drafts a token per step."""
 
     Shape = Eagle3Shape
+    version = 2
     title = "EAGLE-3 heads"
     units = "draft steps in training"
     batch_scale = 0.25
@@ -110,8 +111,9 @@ layers of the target at every position of the text, attends to all earlier posit
 from its own state and its last guess.
 """
     card_engines = """\
-By its code, llama.cpp reads these heads too (`convert_hf_to_gguf.py --target-model-dir TARGET`).
-SGLang and TensorRT-LLM load them and ignore `norm_before_residual`, so they would accept fewer.
+By their code, these engines read the heads too: TensorRT-LLM; llama.cpp
+(`convert_hf_to_gguf.py --target-model-dir TARGET`); SGLang, with the prefix `layers.0.` of the
+tensors' names replaced by `midlayer.`.
 """
 
     shape: Eagle3Shape

@@ -142,7 +142,7 @@ class Eagle3Shape(HeadsShape):
     head_size: int = 64
     norm_eps: float = EPSILON
     rope_theta: float = 10_000.0
-    norm_before_residual: bool = True
+    norm_before_residual: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -37,7 +37,7 @@ SHAPE = Eagle3Shape(
 )
 
 
-def random_layer(seed: int = 0, *, norm_before_residual: bool = True) -> Eagle3Heads:
+def random_layer(seed: int = 0, *, norm_before_residual: bool = False) -> Eagle3Heads:
     generator = torch.Generator().manual_seed(seed)
     shape = replace(SHAPE, norm_before_residual=norm_before_residual)
     heads = Eagle3Heads(shape, dtype=torch.float64)
