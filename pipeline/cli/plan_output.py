@@ -127,8 +127,9 @@ def _size_lines(
     free = free_disk(context.run.store)
     yield f"\n{work}, {_states_of_tokens(size)}; {decimal(free)} of disk space are free."
     if size.row_layers and size.bytes_per_position:
+        layers = "one layer" if size.row_layers == 1 else f"{size.row_layers} layers"
         yield (
-            f"The states include outputs of {size.row_layers} layers at every token, prompts"
+            f"The states include outputs of {layers} at every token, prompts"
             f" included: {size.bytes_per_position:,} bytes of each, about"
             f" {decimal(size.layer_bytes)} per layer."
         )

@@ -72,6 +72,8 @@ def test_plan_counts_the_outputs_of_layers_at_every_token(command, config_file):
     assert line_of("row-features", out).split()[1] == "run"
     assert "256 bytes of states per token, 1.2 MB" in out  # 1,280 and 2 x 1,664 of them
     assert "outputs of 2 layers at every token" in out and "about 426.0 kB per layer" in out
+    last = command("plan", config_file, "train.heads=eagle3", "train.eagle3.layers=last").out
+    assert "outputs of one layer at every token" in last
     assert "row-features" not in command("plan", config_file).out
 
 
