@@ -229,19 +229,15 @@ def check_method(run: ResolvedRun) -> None:
         run.method.check(run.config, run.target)
 
 
-def check_files(run: ResolvedRun) -> None:
-    """Raise ConfigError if a setting names a file that does not exist."""
-    files = {
-        "check.prompts": run.config.check.prompts,
-        "calibrate.choices": run.config.calibrate.choices,
-    }
-    for key, path in files.items():
-        if isinstance(path, Path) and not path.is_file():
-            raise ConfigError(
-                f"There is no file {path}.",
-                key,
-                "Name a file, or leave the setting out.",
-            )
+def check_prompts_file(run: ResolvedRun) -> None:
+    """Raise ConfigError if the file of the check's prompts does not exist."""
+    path = run.config.check.prompts
+    if isinstance(path, Path) and not path.is_file():
+        raise ConfigError(
+            f"There is no file {path}.",
+            "check.prompts",
+            "Name a file, or leave the setting out.",
+        )
 
 
 def check_acceptance(run: ResolvedRun) -> None:
@@ -322,7 +318,7 @@ def check_trackers(run: ResolvedRun) -> None:
 
 
 CHECKS = (
-    check_files,
+    check_prompts_file,
     check_heads,
     check_tree,
     check_quantization,

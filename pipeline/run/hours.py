@@ -7,7 +7,7 @@ which overlaps the computation.
 
     operations = 2 per token and parameter of the layers (forward)
                + 6 per trained and 4 per frozen parameter, position and head (training)
-    bytes      = weights, keys and values in each decoding step; 40 per trained parameter and step
+    bytes      = weights, keys and values in each decoding step
 """
 
 from __future__ import annotations
@@ -44,18 +44,16 @@ OF_PEAK_BANDWIDTH = 0.49
 
 REQUESTS = 256  # that vLLM answers at once
 ENGINE_MEMORY = 0.92  # of a GPU's memory, which vLLM takes
-OPTIMIZER_BYTES = 40  # per trained parameter: read and write weight, gradient and two moments
 TIMED_SIZES = 16  # trees and chains that calibrate times
 
 # Seconds on two cores, by the recorded demo (docs/images/demo.txt) and vLLM beside it. The features
-# stage took 5.6 s for 0.9 s of work, training 22 for 7.8 and generate 18 for 4.3. vLLM wrote 269
-# tokens/s alone and 7,656 of many requests at once; a native step took 1.2 ms. A GPU's steps have
-# no seconds of their own: the share of the bandwidth was measured with them.
+# stage took 5.6 s for 0.9 s of work, training 22 for 7.8 and generate 18 for 4.3. A decoding step
+# took 1.2 ms natively and 3.7 ms in vLLM. A GPU's steps have no seconds of their own: the share of
+# the bandwidth was measured with them.
 WORKER = 4.7  # starts, imports torch and transformers, and loads the target
 TRAINER = 14.0  # Ray Train starts, evaluates and writes
 ENGINE = 14.0  # vLLM starts
-CPU_STEP = 1e-3  # of native decoding
-CPU_ENGINE_STEP, CPU_REQUEST = 3.6e-3, 0.13e-3  # of vLLM, and of each request in it
+CPU_STEP = 2e-3  # of decoding, natively or in vLLM
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class Hours:
             2 * self.target.parameters * requests / rates.operations,
         )
         if rates.memory is None:
-            step += CPU_ENGINE_STEP + requests * CPU_REQUEST
+            step += CPU_STEP
         prompts = 2 * self.target.linear * PROMPT_SHARE * self.written / rates.operations
         return ENGINE + self.written / requests * step + prompts
 
@@ -160,18 +158,15 @@ class Hours:
 
     def _steps(self, recipe: Recipe, learner: type[Learner]) -> float:
         """Return the seconds of the optimizer steps of a training phase."""
-        train, rates = self.run.config.train, self.rates["train"]
+        train = self.run.config.train
         positions = recipe.epochs * self.size.positions
-        trained = count_trained(heads_to_count(self.run, train.num_heads))
         operations = positions * self.head_operations()
         if learner.tunes_backbone:
-            trained += train.backbone.lora_rank * self.target.adapted
             tokens = positions * (1 + PROMPT_SHARE)
             passes = 3 + train.backbone.gradient_checkpointing  # forward, backward, the original
             operations += 2 * passes * self.target.linear * tokens
             operations += 6 * self.run.shape.vocab_size * self.run.shape.hidden_size * positions
-        updated = recipe.total_steps * OPTIMIZER_BYTES * trained
-        return operations / rates.operations + updated / rates.num_bytes
+        return operations / self.rates["train"].operations
 
     def head_operations(self) -> float:
         """Return the operations of training per position: each product forward and twice backward.
@@ -180,15 +175,14 @@ class Hours:
         """
         train = self.run.config.train
         one_head = heads_to_count(self.run, 1)
-        lm_head, matrices = one_head.lm_head.numel(), count_trained(one_head)
-        of_lm_head = 4
-        if one_head.lm_head.requires_grad:
-            matrices -= lm_head
-            of_lm_head = 6
-        operations = train.num_heads * (6 * matrices + of_lm_head * lm_head)
+        lm_head = one_head.lm_head.numel()
+        operations = 6 * count_trained(one_head)
+        if not one_head.lm_head.requires_grad:
+            operations += 4 * lm_head
+        operations *= train.num_heads
         if train.soft_labels:
             operations += 2 * lm_head
-        return float(operations)
+        return operations
 
     def calibrating(self) -> float:
         """Return the seconds of calibrate: a worker's start, and timed trees."""
@@ -214,7 +208,7 @@ class Hours:
         prompts = check.prompts if isinstance(check.prompts, int) else 80
         for engine in check.engines:
             section = ENGINE_SECTIONS[engine]
-            on_gpu, step = self.rates[section].memory is not None, self.plain_step(section)
+            step = self.plain_step(section)
             if engine == "native":
                 methods = 2 + len(check.baselines)
                 answers = methods * (check.repeats + 1) * prompts  # with a warm-up
@@ -223,8 +217,6 @@ class Hours:
                 methods = 3 + len(check.engine_baselines) + len(check.draft_tokens)
                 passes = (methods - 1) * check.repeats + 1  # plain decoding once more
                 answers = passes * (1 + NUM_IN_TURN)
-                if not on_gpu:
-                    step += CPU_ENGINE_STEP
                 seconds += methods * ENGINE
             seconds += answers * check.max_new_tokens * step
         return seconds

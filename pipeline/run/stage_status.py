@@ -12,7 +12,6 @@ from pipeline.storage.receipts import Identity, StageTotals, Summary
 from pipeline.storage.stage_directory import StageDirectory
 
 FINISHED = {"done", "failed", "skipped"}  # statuses of stages that do not run
-MOST_NAMES = 4  # of changed settings
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def _why_stale(before: Identity, now: Identity) -> str:
         old, new = old.get("settings", {}), new["settings"]
     changed = sorted(key for key in new if new[key] != old.get(key))
     if changed:
-        return f"changed: {', '.join(changed[:MOST_NAMES])}"
+        return f"changed: {', '.join(changed)}"
     if before.get("upstream") != now["upstream"]:
         return "an upstream stage changed"
     return "the target, the seed or the stage's code changed"

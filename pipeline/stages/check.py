@@ -57,7 +57,7 @@ from pipeline.evaluation.vllm_methods import longest_draft
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
-from pipeline.run.checks import check_files
+from pipeline.run.checks import check_prompts_file
 from pipeline.run.context import Context, Stage, reads
 from pipeline.run.resolved import ENGINE_SECTIONS
 from pipeline.storage.atomic import read_json, write_json
@@ -88,7 +88,7 @@ def identity(context: Context) -> Identity:
     Limits are left out. The files are the questions, and the weights of a served model and of an
     assistant.
     """
-    check_files(context.resolved)
+    check_prompts_file(context.resolved)
     check = context.config.check
     settings = check.model_dump(mode="json", exclude=LIMITS)
     if isinstance(check.prompts, Path):

@@ -24,7 +24,7 @@ from pipeline.conversations.splits import (
 )
 from pipeline.errors import DataError
 from pipeline.execution.progress import Meter, Progress, print_stage
-from pipeline.run.checks import check_files
+from pipeline.run.checks import check_prompts_file
 from pipeline.run.context import Context, Stage, reads
 from pipeline.run.kept_seeds import check_questions, read_settings, seed_rows
 from pipeline.storage.fingerprint import fingerprint, ids_digest
@@ -69,7 +69,7 @@ def _questions_identity(context: Context, readers: Sequence[SourceReader], rows:
     questions = check_questions(context.config)
     if questions is None:
         return ids_digest(())
-    check_files(context.resolved)
+    check_prompts_file(context.resolved)
     content = context.digests.of(questions)
     if any(reader.source.hub for reader in readers):
         return content
