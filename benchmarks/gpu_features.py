@@ -21,7 +21,7 @@ from benchmarks.deadline import Deadline
 from benchmarks.features import AIM as AIM_OVER_FORWARD
 from benchmarks.features import forward_seconds, record_batches, stage_seconds
 from benchmarks.gpu_size import Size
-from pipeline.artifacts.feature_writer import num_positions
+from pipeline.artifacts.feature_writer import row_edges
 from pipeline.artifacts.generated_rows import TokenRow, spans_of
 from pipeline.config import FeaturesConfig
 from pipeline.stages.features import Worker
@@ -116,7 +116,7 @@ class WritingAlone:
         found = {index: hidden_TD.clone() for index, hidden_TD in computed}
         self._hidden = [found[index] for index in range(number)]
         self._path, self._states = path, worker.states
-        self.num_bytes = sum(map(num_positions, self._rows)) * self._states.computed_bytes
+        self.num_bytes = row_edges(self._rows, worker.states)[-1] * worker.states.computed_bytes
 
     def run(self) -> float:
         started = perf_counter()

@@ -28,6 +28,7 @@ BENCHMARKS = {
     "writing": "writing the cache of states",
     "train": "training from the cache, over computing states online",
     "head_loss": "a head's loss in chunks with a large vocabulary",
+    "attention": "attention of EAGLE-3 heads in training, and their decoding steps",
     "architectures": "families of models, kept or refused (10 minutes)",
     NEEDS_GPU: "features, training and decoding of a target of Mistral-7B's shape; needs a GPU",
     "ladder": "recipes compared on one target; needs `make demo`, or `benchmarks.ladder CONFIG`",

@@ -34,11 +34,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
+from torch import Tensor, einsum, nn
+from torch.nn.functional import embedding, linear, rms_norm, silu
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.config.training import TrainConfig
@@ -78,21 +78,6 @@ SERVED = (
     "ApertusForCausalLM",
     "AfmoeForCausalLM",
 )
-
-
-class KeyValues(NamedTuple):
-    """Keys and values of rows or steps, [..., G, E]."""
-
-    keys: Tensor
-    values: Tensor
-
-
-class LayerInputs(NamedTuple):
-    """What the layer computes from a state and a token: r, queries [..., H, E], keys and values."""
-
-    residual: Tensor
-    queries: Tensor
-    kept: KeyValues
 
 
 class Eagle3Heads(Heads):
@@ -214,22 +199,28 @@ tensors' names replaced by `midlayer.`.
             return torch.get_autocast_dtype(device)
         return self.fc.dtype
 
-    def _inputs(self, hidden: Tensor, tokens: Tensor, position: Tensor) -> LayerInputs:
-        """Return r [..., D] of states [..., D], and the queries, keys and values, rotated.
-
-        `tokens` and `position`, the token after each state and its rotary position, are [...].
-        """
-        shape = self.shape
+    def _read(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x [..., 2 D] and r [..., D] of states [..., D] and the tokens [...] after them."""
         hidden = hidden.to(self._dtype())
         u = self._norm(hidden, self.hidden_norm)
-        residual = u if shape.norm_before_residual else hidden
+        residual = u if self.shape.norm_before_residual else hidden
         embedded = self._norm(embedding(tokens, self.embedding).to(u.dtype), self.input_norm)
-        x = torch.cat((embedded, u), -1)
-        cos, sin = rotary(position, shape.head_size, shape.rope_theta)
-        q = linear(x, self.q).unflatten(-1, (shape.attention_heads, shape.head_size))
-        k = linear(x, self.k).unflatten(-1, (shape.key_value_heads, shape.head_size))
-        v = linear(x, self.v).unflatten(-1, (shape.key_value_heads, shape.head_size))
-        return LayerInputs(residual, rotate(q, cos, sin), KeyValues(rotate(k, cos, sin), v))
+        return torch.cat((embedded, u), -1), residual
+
+    def _queries(self, x: Tensor, position: Tensor) -> Tensor:
+        """Return queries [..., H, E] of x [..., 2 D] at rotary positions [...]."""
+        q = linear(x, self.q).unflatten(-1, (-1, self.shape.head_size))
+        return rotate(q, position, self.shape.rope_theta)
+
+    def _key_values(self, x: Tensor, position: Tensor) -> Tensor:
+        """Return keys and values [..., 2, G, E] of x [..., 2 D] at rotary positions [...]."""
+        k = linear(x, self.k).unflatten(-1, (-1, self.shape.head_size))
+        v = linear(x, self.v).unflatten(-1, (-1, self.shape.head_size))
+        return torch.stack((rotate(k, position, self.shape.rope_theta), v), -3)
+
+    def _empty_path(self, x: Tensor) -> Tensor:
+        """Return keys and values [..., 0, 2, G, E] of no step."""
+        return x.new_empty(*x.shape[:-1], 0, 2, self.shape.key_value_heads, self.shape.head_size)
 
     def _outputs(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Return y [..., D] of r [..., D] and the attention's result [..., H, E]."""
@@ -249,21 +240,24 @@ tensors' names replaced by `midlayer.`.
         assert rows is not None, "these heads read whole rows"
         position_S = torch.arange(len(rows.tokens_S), device=next_N.device) - rows.start_S
         read_SD = linear(rows.states_SX.to(self._dtype()), self.fc)
-        first = self._inputs(read_SD, rows.tokens_S, position_S)
-        learned_N = rows.learned_N
+        x_SZ, residual_SD = self._read(read_SD, rows.tokens_S)
+        keys_1GSE, values_1GSE = self._key_values(x_SZ, position_S).permute(1, 2, 0, 3)[:, None]
+        x_NZ = x_SZ.index_select(0, rows.learned_N)
+        residual_ND = residual_SD.index_select(0, rows.learned_N)
+        position_N = position_S[rows.learned_N]
         blocks = rows.blocks(QUERIES)
-        residual_ND = first.residual[learned_N]
-        queries_NHE = first.queries[learned_N]
-        own: list[KeyValues] = []
+        path_NKE = self._empty_path(x_NZ)
         states: list[Tensor] = []
         tokens_N = next_N
         for step, labels_N in enumerate(labels_KN):
             if step:
-                position_N = position_S[learned_N] + step
-                later = self._inputs(states[-1], tokens_N, position_N)
-                residual_ND, queries_NHE = later.residual, later.queries
-                own.append(later.kept)
-            attended_NHE = attend_to_rows(queries_NHE, first.kept, own, rows, blocks)
+                x_NZ, residual_ND = self._read(states[-1], tokens_N)
+                own_NE = self._key_values(x_NZ, position_N + step)
+                path_NKE = torch.cat((path_NKE, own_NE[:, None]), 1)
+            queries_NHE = self._queries(x_NZ, position_N + step)
+            attended_NHE = attend_to_rows(
+                queries_NHE, keys_1GSE, values_1GSE, path_NKE, rows, blocks
+            )
             states.append(self._outputs(residual_ND, attended_NHE))
             tokens_N = labels_N.where(labels_N != IGNORED, 0)  # no later step has a label there
         return self._norm(torch.stack(states), self.output_norm)
@@ -286,25 +280,18 @@ tensors' names replaced by `midlayer.`.
         its state y and room for the keys and values of the path below it.
         """
         assert cache is not None
-        num_rows = read_BTX.shape[1]
-        row_T = torch.arange(num_rows, device=read_BTX.device)
-        position_BT = cache.length_B[:, None] + row_T
-        inputs = self._inputs(linear(read_BTX.to(self.fc.dtype), self.fc), next_BT, position_BT)
-        cache.write(*inputs.kept)
-        slot_S = torch.arange(cache.keys_BGSE.shape[2], device=read_BTX.device)
-        is_seen_BTS = slot_S <= position_BT[..., None]
-        attended_BHTE = scaled_dot_product_attention(
-            inputs.queries.transpose(1, 2),
-            cache.keys_BGSE,
-            cache.values_BGSE,
-            is_seen_BTS[:, None],
-            enable_gqa=True,
-        )
-        y_BTD = self._outputs(inputs.residual, attended_BHTE.transpose(1, 2))
-        y_BD = y_BTD.take_along_dim(num_B[:, None, None] - 1, 1)[:, 0]
+        row_T = torch.arange(read_BTX.shape[1], device=read_BTX.device)
+        read_BTD = linear(read_BTX.to(self.fc.dtype), self.fc)
+        x_BTZ, residual_BTD = self._read(read_BTD, next_BT)
+        cache.write(*self._key_values(x_BTZ, cache.length_B[:, None] + row_T).unbind(2))
         cache.length_B.add_(num_B)
+        last_B11 = num_B[:, None, None] - 1
+        x_B1Z = x_BTZ.take_along_dim(last_B11, 1)
+        queries_B1HE = self._queries(x_B1Z, cache.length_B[:, None] - 1)
+        attended_B1HE = attend_to_cache(queries_B1HE, self._empty_path(x_B1Z), cache)
+        y_B1D = self._outputs(residual_BTD.take_along_dim(last_B11, 1), attended_B1HE)
         path_size = 2 * (self.shape.max_depth - 1) * self.k.shape[0]
-        return torch.cat((y_BD, y_BD.new_zeros(len(y_BD), path_size)), 1)
+        return torch.cat((y_B1D[:, 0], y_B1D.new_zeros(len(y_B1D), path_size)), 1)
 
     def expand(
         self,
@@ -323,16 +310,18 @@ tensors' names replaced by `midlayer.`.
         if depth:
             assert cache is not None
             position_B1 = cache.length_B[:, None] + depth - 1
-            inputs = self._inputs(y_BPD, tokens_BP, position_B1.expand_as(tokens_BP))
-            kept = torch.stack(inputs.kept, 2).flatten(2)  # of this node: keys, then values
-            start = (depth - 1) * kept.shape[-1]
-            before, after = path_BPZ[..., :start], path_BPZ[..., start + kept.shape[-1] :]
-            path_BPZ = torch.cat((before, kept, after), -1)
-            path_BPKE = path_BPZ[..., : start + kept.shape[-1]].unflatten(
+            position_BP = position_B1.expand_as(tokens_BP)
+            x_BPZ, residual_BPD = self._read(y_BPD, tokens_BP)
+            own_BPZ = self._key_values(x_BPZ, position_BP).flatten(2)
+            start = (depth - 1) * own_BPZ.shape[-1]
+            before, after = path_BPZ[..., :start], path_BPZ[..., start + own_BPZ.shape[-1] :]
+            path_BPZ = torch.cat((before, own_BPZ, after), -1)
+            path_BPKE = path_BPZ[..., : start + own_BPZ.shape[-1]].unflatten(
                 -1, (depth, 2, self.shape.key_value_heads, self.shape.head_size)
             )
-            attended_BPHE = attend_to_path(inputs.queries, path_BPKE, cache)
-            y_BPD = self._outputs(inputs.residual, attended_BPHE)
+            queries_BPHE = self._queries(x_BPZ, position_BP)
+            attended_BPHE = attend_to_cache(queries_BPHE, path_BPKE, cache)
+            y_BPD = self._outputs(residual_BPD, attended_BPHE)
         logits_BPV = self._norm(y_BPD, self.output_norm) @ self.lm_head.mT
         return torch.cat((y_BPD, path_BPZ), -1), logits_BPV
 
@@ -443,91 +432,97 @@ tensors' names replaced by `midlayer.`.
         return tokens_V
 
 
-def rotary(position: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [..., 1, E] of the rotary embedding at positions [...] (Llama's)."""
-    even = torch.arange(0, head_size, 2, device=position.device, dtype=torch.float32)
-    angle = position[..., None, None] * theta ** (-even / head_size)
+def rotate(x: Tensor, position: Tensor, theta: float) -> Tensor:
+    """Rotate queries or keys [..., heads, E] by their positions [...], as Llama does."""
+    size = x.shape[-1]
+    even = torch.arange(0, size, 2, device=x.device, dtype=torch.float32)
+    angle = position[..., None, None] * theta ** (-even / size)
     angle = torch.cat((angle, angle), -1)
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate queries or keys [..., heads, E] by their positions."""
     low, high = x.chunk(2, -1)
     turned = torch.cat((-high, low), -1)
-    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
+    return x * angle.cos().to(x.dtype) + turned * angle.sin().to(x.dtype)
 
 
 def attend_to_rows(
     queries_NHE: Tensor,
-    kept: KeyValues,
-    own: Sequence[KeyValues],
+    keys_1GSE: Tensor,
+    values_1GSE: Tensor,
+    path_NKE: Tensor,
     rows: Rows,
-    blocks: Sequence[tuple[slice, slice]],
+    blocks: Sequence[slice],
 ) -> Tensor:
     """Attend from N positions to the keys of step 0 of their rows, and to keys of their own steps.
 
     Blocks of queries are computed one by one, and again in the backward pass, so that no more than
-    one block's scores [H, C, S] are in memory.
+    one block's mask and scores [H, C, S] are in memory.
 
     Args:
-        kept: Keys and values of step 0, [S, G, E]. A query sees its row up to its own position.
-        own: Keys and values [N, G, E] of each later step, which only the same position sees.
-        blocks: The queries and the keys of each block, from `Rows.blocks`.
+        keys_1GSE, values_1GSE: Those of step 0. A query sees its row up to its own position.
+        path_NKE: Keys and values [N, K, 2, G, E] of K later steps of each position.
+        blocks: The keys of each block, from `Rows.blocks`.
     """
     attended = [queries_NHE[:0]]  # a worker may have no row
-    for queries, keys in blocks:
-        position_C1 = rows.learned_N[queries, None]
-        first_C1 = rows.start_S[rows.learned_N[queries], None]
-        slot_S = torch.arange(keys.start, keys.stop, device=position_C1.device)
-        is_seen_CS = (slot_S <= position_C1) & (slot_S >= first_C1)
-        arguments = [queries_NHE[queries], kept.keys[keys], kept.values[keys], is_seen_CS]
-        for step in own:
-            arguments += [step.keys[queries], step.values[queries]]
-        attended.append(checkpoint(_attend_in_block, *arguments, use_reentrant=False))
+    each_query = (queries_NHE, path_NKE, rows.learned_N, rows.start_S[rows.learned_N])
+    for keys, *of_block in zip(blocks, *(each.split(QUERIES) for each in each_query), strict=False):
+        kept = (keys_1GSE[:, :, keys], values_1GSE[:, :, keys])
+        attended.append(
+            checkpoint(
+                _attend_in_block,
+                *of_block,
+                keys.start,
+                *kept,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        )
     return torch.cat(attended)
 
 
 def _attend_in_block(
-    queries_CHE: Tensor, keys_SGE: Tensor, values_SGE: Tensor, is_seen_CS: Tensor, *own: Tensor
+    queries_CHE: Tensor,
+    path_CKE: Tensor,
+    position_C: Tensor,
+    first_C: Tensor,
+    start: int,
+    keys_1GSE: Tensor,
+    values_1GSE: Tensor,
 ) -> Tensor:
-    """Attend from C queries to S keys with a mask, and to own keys and values [C, G, E] in turn."""
-    num_keys, num_groups, size = keys_SGE.shape
-    queries_GRCE = queries_CHE.unflatten(1, (num_groups, -1)).permute(1, 2, 0, 3) / math.sqrt(size)
-    keys_GES = keys_SGE.permute(1, 2, 0)
-    scores_GRCS = (queries_GRCE @ keys_GES[:, None]).float()
-    scores = [scores_GRCS.masked_fill(~is_seen_CS, -torch.inf)]
-    own_keys, own_values = own[::2], own[1::2]
-    for keys_CGE in own_keys:
-        own_GRC = (queries_GRCE * keys_CGE.transpose(0, 1)[:, None]).sum(-1)
-        scores.append(own_GRC[..., None].float())
-    shares = torch.cat(scores, -1).softmax(-1).to(values_SGE.dtype)
-    attended_GRCE = shares[..., :num_keys] @ values_SGE.transpose(0, 1)[:, None]
-    for place, values_CGE in enumerate(own_values, start=num_keys):
-        share_GRC1 = shares[..., place, None]
-        attended_GRCE = attended_GRCE + share_GRC1 * values_CGE.transpose(0, 1)[:, None]
-    return attended_GRCE.permute(2, 0, 1, 3).flatten(1, 2)
+    """Attend from C positions to keys from the position `start` on, and to their own."""
+    slot_S = start + torch.arange(keys_1GSE.shape[2], device=position_C.device)
+    is_seen_CS = (slot_S <= position_C[:, None]) & (slot_S >= first_C[:, None])
+    return attend(queries_CHE[None], keys_1GSE, values_1GSE, is_seen_CS[None], path_CKE[None])[0]
 
 
-def attend_to_path(queries_BPHE: Tensor, path_BPKE: Tensor, cache: DraftCache) -> Tensor:
-    """Attend from P nodes of each text to the cache and to the nodes of their own path.
+def attend_to_cache(queries_BPHE: Tensor, path_BPKE: Tensor, cache: DraftCache) -> Tensor:
+    """Attend from P nodes of each text to the cache and to the K nodes of their own path."""
+    slot_S = torch.arange(cache.keys_BGSE.shape[2], device=cache.length_B.device)
+    is_seen_B1S = slot_S < cache.length_B[:, None, None]
+    return attend(queries_BPHE, cache.keys_BGSE, cache.values_BGSE, is_seen_B1S, path_BPKE)
 
-    `path_BPKE` [B, P, K, 2, G, E] holds the keys and values of the K nodes of each path.
+
+def attend(
+    queries_BPHE: Tensor,
+    keys_BGSE: Tensor,
+    values_BGSE: Tensor,
+    is_seen_BPS: Tensor,
+    path_BPKE: Tensor,
+) -> Tensor:
+    """Attend to keys with a mask, and to the K keys of each query's own path.
+
+    `path_BPKE` [B, P, K, 2, G, E] holds keys and values. The mask may be [B, 1, S].
     """
-    num_groups, num_slots, size = cache.keys_BGSE.shape[1:]
-    queries_BGRPE = queries_BPHE.unflatten(2, (num_groups, -1)).permute(0, 2, 3, 1, 4)
-    queries_BGRPE = queries_BGRPE / math.sqrt(size)
-    scores_BGRPS = queries_BGRPE @ cache.keys_BGSE[:, :, None].mT
-    slot_S = torch.arange(num_slots, device=cache.length_B.device)
-    is_empty_BS = slot_S >= cache.length_B[:, None]
-    scores_BGRPS = scores_BGRPS.masked_fill(is_empty_BS[:, None, None, None], -torch.inf)
-    keys_BGPKE, values_BGPKE = path_BPKE.permute(3, 0, 4, 1, 2, 5)
-    own_BGRPK = (queries_BGRPE[..., None, :] @ keys_BGPKE[:, :, None].mT)[..., 0, :]
-    shares = torch.cat((scores_BGRPS, own_BGRPK), -1).float().softmax(-1).to(queries_BPHE.dtype)
-    shares_BGRPS, shares_BGRPK = shares.split((num_slots, own_BGRPK.shape[-1]), -1)
-    attended = shares_BGRPS @ cache.values_BGSE[:, :, None]
-    attended = attended + (shares_BGRPK[..., None, :] @ values_BGPKE[:, :, None])[..., 0, :]
-    return attended.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    num_groups, num_slots, size = keys_BGSE.shape[1:]
+    queries_BPGRE = queries_BPHE.unflatten(2, (num_groups, -1)) / math.sqrt(size)
+    path_keys_BPKGE, path_values_BPKGE = path_BPKE.unbind(3)
+    scores_BGRPS = einsum("bpgre,bgse->bgrps", queries_BPGRE, keys_BGSE)
+    # Unlike masked_fill, an addition costs nothing in the backward pass.
+    unseen_BPS = torch.zeros_like(is_seen_BPS, dtype=keys_BGSE.dtype)
+    scores_BGRPS += unseen_BPS.masked_fill_(~is_seen_BPS, -torch.inf)[:, None, None]
+    scores_BGRPK = einsum("bpgre,bpkge->bgrpk", queries_BPGRE, path_keys_BPKGE)
+    shares = torch.cat((scores_BGRPS, scores_BGRPK), -1).float().softmax(-1).to(queries_BPHE.dtype)
+    attended_BPGRE = einsum("bgrps,bgse->bpgre", shares[..., :num_slots], values_BGSE)
+    on_path_BPGRE = einsum("bgrpk,bpkge->bpgre", shares[..., num_slots:], path_values_BPKGE)
+    return (attended_BPGRE + on_path_BPGRE).flatten(2, 3)
 
 
 def _key_value_heads(attention_heads: int) -> int:

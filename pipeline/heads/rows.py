@@ -61,12 +61,9 @@ class Rows(NamedTuple):
         tokens_S = torch.cat([part.tokens_S for part in parts])
         return cls(states_SX, tokens_S, torch.cat(starts), torch.cat(learned))
 
-    def blocks(self, size: int) -> list[tuple[slice, slice]]:
-        """Return blocks of `size` positions with labels, and the positions that each attends to."""
+    def blocks(self, size: int) -> list[slice]:
+        """Return the positions that each block of `size` positions with labels attends to."""
         first = self.learned_N[::size]
         last = torch.cat((self.learned_N[size - 1 :: size], self.learned_N[-1:]))[: len(first)]
         starts = self.start_S[first].tolist()
-        found = []
-        for number, (start, stop) in enumerate(zip(starts, (last + 1).tolist(), strict=True)):
-            found.append((slice(number * size, (number + 1) * size), slice(start, stop)))
-        return found
+        return list(map(slice, starts, (last + 1).tolist()))

@@ -75,6 +75,12 @@ def test_training_from_the_cache_and_online_learn_the_same(tiny_result):
     assert all(case["largest_loss_difference"] < 1e-4 for case in cases)
 
 
+@pytest.mark.slow
+def test_attention_in_blocks_gives_the_loss_of_full_masks(tiny_result):
+    gaps = tiny_result("attention").facts["relative_loss_difference"]
+    assert max(gaps.values()) < 1e-5
+
+
 def test_a_ratio_is_of_medians_and_its_spread_of_rounds():
     seconds = {"ours": [1.0, 2.0, 4.0], "theirs": [3.0, 4.0, 6.0]}
     claim = speed_ratio("x", seconds, 12, "tokens", aim=3)
