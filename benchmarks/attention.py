@@ -96,6 +96,8 @@ class TrainingStep:
         self._heads = Eagle3Heads.initial(
             SHAPE, TargetWeights(lambda: embedding, lambda: embedding)
         )
+        for weight in (self._heads.o, self._heads.down):  # zeros at the start of a training
+            weight.data.normal_(std=weight.shape[1] ** -0.5)
         self.loss = 0.0
         self.memory_gb = 0.0
 
