@@ -17,12 +17,12 @@ PAGE = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- demo -->\n", "\n<!-- /demo -->"
 KINDS = ("EAGLE-3 heads", "recurrent heads", "Medusa heads")
 FIGURES = (
-    "tokens per forward",
-    "the same, as predicted",
-    "tokens per forward in vLLM (one chain)",
-    "tokens per second, alone → with heads",
+    "tokens per forward pass",
+    "as predicted",
+    "tokens per forward pass in vLLM",
+    "tokens per second, PyTorch decoder: plain → with heads",
     "answers identical to the model's own",
-    "training: passes; heads or steps",
+    "epochs; Medusa heads or draft steps",
 )
 
 
@@ -54,7 +54,7 @@ def table(reports: Sequence[Report]) -> str:
     first = reports[0]
     assert first.native is not None and first.tree is not None
     questions = first.native.greedy_match.sequences
-    title = f"{questions} new questions, {first.tree.nodes} guesses per forward"
+    title = f"{questions} held-out questions, {first.tree.nodes} guesses per forward pass"
     lines = [f"| {title} | {' | '.join(KINDS)} |", "|---" * (1 + len(KINDS)) + "|"]
     for row in zip(FIGURES, *map(figures, reports), strict=True):
         lines.append(f"| {' | '.join(row)} |")
