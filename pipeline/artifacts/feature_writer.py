@@ -32,6 +32,7 @@ from pipeline.conversations.spans import feature_positions
 from pipeline.storage.shards import ShardWriter
 
 ROW_GROUP_BYTES = 64 * 1024**2  # of a feature shard's states; a reader holds one group at a time
+MAX_TOKENS_SHARE = 2  # tokens of a row group over the answers that fill it
 MAX_WAITING_GROUPS = 32  # 2 GiB of states in a feature shard
 
 
@@ -140,17 +141,20 @@ def row_edges(rows: Sequence[TokenRow], states: StateFormat) -> list[int]:
 def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[TokenRow]]:
     """Divide rows, in order, into row groups of one split and about `ROW_GROUP_BYTES` of states.
 
-    The size is that of the states in a feature shard. A group ends where the split changes, so that
-    held-out rows can be read without training rows.
+    The size is that of the states in a feature shard. A group also ends before its tokens, prompts
+    included, have `MAX_TOKENS_SHARE` times as many states, which row features store. It ends where
+    the split changes, so that held-out rows can be read without training rows.
     """
     groups: list[list[TokenRow]] = []
     size = ROW_GROUP_BYTES
     for row in rows:
+        answers = sum(map(len, row.spans))
+        row_size = max(answers, len(row.input_ids) // MAX_TOKENS_SHARE) * states.computed_bytes
         if size >= ROW_GROUP_BYTES or groups[-1][-1].split != row.split:
             groups.append([])
             size = 0
         groups[-1].append(row)
-        size += sum(map(len, row.spans)) * states.computed_bytes
+        size += row_size
     return groups
 
 

@@ -5,13 +5,14 @@ Settings that only one kind of head or one training method reads are in a nested
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from pipeline.config.running import Section
 
 Bits = Literal["4bit", "8bit"]
+Layers = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
 LmHead = Literal["untied", "shared", "tied"]
 
 
@@ -40,7 +41,7 @@ class RecurrentConfig(Section):
 class Eagle3Config(Section):
     """Settings of EAGLE-3 heads."""
 
-    layers: tuple[PositiveInt, ...] | Literal["auto", "last"] = Field(
+    layers: Layers | Literal["auto", "last"] = Field(
         "auto",
         description=(
             "Layers of the target that the heads read, counted from 1. auto: the paper's three"

@@ -87,15 +87,17 @@ def acceleration_rate(decoded: Iterable[Decoded]) -> float:
 def check_heads_fit(model: PreTrainedModel, heads: Heads) -> None:
     """Check that the heads belong to the target, and that the target's attention takes a mask.
 
-    Raises ConfigError if hidden size or vocabulary size differ, or if the attention is neither sdpa
-    nor eager.
+    Raises ConfigError if hidden size or vocabulary size differ, if the heads read a layer that the
+    target does not have, or if the attention is neither sdpa nor eager.
     """
     config = model.config.get_text_config(decoder=True)
     own = (config.hidden_size, config.vocab_size)
     read = (heads.shape.hidden_size, heads.shape.target_vocab_size)
-    if read != own:
+    layers = heads.shape.row_layers
+    if read != own or max(layers, default=0) > config.num_hidden_layers:
         raise ConfigError(
-            f"The heads have hidden and vocabulary sizes {read}, and the target has {own}.",
+            f"The heads have hidden and vocabulary sizes {read} and read the layers {list(layers)};"
+            f" the target has {own} and {config.num_hidden_layers} layers.",
             "target.model",
             "Use the heads with the target that they were trained for.",
         )

@@ -47,8 +47,10 @@ class Drafter:
         if self.heads is None:
             return
         if num_texts > self._sizes[0] or num_slots > self._sizes[1]:
-            self._sizes = (num_texts, num_slots)
+            self._sizes = (0, 0)
+            self._cache = None  # freed before the allocation, which may fail
             self._cache = self.heads.open_cache(num_texts, num_slots)
+            self._sizes = (num_texts, num_slots)
         if self._cache:
             self._cache.length_B.zero_()
 

@@ -300,7 +300,7 @@ def check_packages(run: ResolvedRun) -> None:
         return
     for key in _keys_of_vllm(run):
         stage = key.partition(".")[0]
-        if not {stage, f"tuned-{stage}"}.isdisjoint(run.open_stages):
+        if not {stage, f"row-{stage}", f"tuned-{stage}"}.isdisjoint(run.open_stages):
             raise EnvironmentFault(
                 f"vllm is not installed here, and {stage} needs it.",
                 key,

@@ -188,6 +188,8 @@ def memory_of_stages(
     if features in run.method.skipped_stages(config.train):
         features = "tuned-features"
     memory.append(_decoding_memory(run, target, features, "features"))
+    if run.shape.row_layers:
+        memory.append(_decoding_memory(run, target, "row-features", "features"))
     for name, learner in run.method.phases(config.train):
         phase = _training_memory(run, target, name or "train", learner, positions or MANY_POSITIONS)
         memory.append(phase)
@@ -284,9 +286,9 @@ def _training_memory(
     else:
         recipe = learner.expected_recipe(train, positions, hidden_size, run.kind)
         num_positions = -(-recipe.batch_tokens // workers)
-        states = (BATCHES_AHEAD + 1) * num_positions * hidden_size * target.itemsize
-        if train.soft_labels:
-            states *= 2  # those that the teacher reads
+        num_states = 1.0 + bool(train.soft_labels)  # what the teacher reads
+        num_states += len(run.shape.row_layers) * (1 + PROMPT_SHARE)
+        states = (BATCHES_AHEAD + 1) * num_positions * num_states * hidden_size * target.itemsize
     logits = min(chunk_bytes_on(device), num_positions * run.shape.vocab_size * (width + FP32))
     num_weights = sum(weight.numel() for weight in heads.parameters())
     return StageMemory(

@@ -35,7 +35,7 @@ from pipeline.targets.spec import TargetSpec
 from pipeline.training.held_out_accuracy import SPLIT
 
 NAME = "features"
-VERSION = 3
+VERSION = 4
 FIGURES = {
     "positions": "positions",
     "bytes_per_position": "bytes per position",

@@ -132,6 +132,16 @@ def test_row_groups_keep_order_and_end_at_size_or_split(lengths, limit, held_out
         assert following is None or sum(sizes) >= limit or following[0].split != split
 
 
+def test_long_prompts_end_a_row_group_early(monkeypatch):
+    """Row features store the states of prompts too: twice as many as of answers, and a row."""
+    monkeypatch.setattr(feature_writer, "ROW_GROUP_BYTES", 100 * STATES.computed_bytes)
+    ids, spans = np.zeros(90, np.int32), [Span(80, 90, "assistant")]
+    rows = [TokenRow(str(number), str(number), "train", ids, spans) for number in range(10)]
+    groups = row_groups(rows, STATES)
+    assert sum(map(len, groups)) == 10
+    assert max(map(len, groups)) == 3
+
+
 @pytest.fixture
 def small_groups(monkeypatch):
     """One row of 9 states, 72 bytes, in each group."""

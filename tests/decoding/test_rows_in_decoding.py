@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -10,6 +12,7 @@ from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import cartesian_tree
+from pipeline.errors import ConfigError
 from pipeline.heads.eagle3 import Eagle3Heads
 from pipeline.heads.rows import Rows
 from pipeline.heads.shapes import Eagle3Shape
@@ -111,3 +114,26 @@ def test_texts_that_end_leave_the_batch(model, heads):
     together = decoder.generate_batch(PROMPTS, LENGTH)
     assert [one.accepted for one in together] == [one.accepted for one in alone]
     assert len({one.num_steps for one in alone}) > 1
+
+
+def test_heads_that_read_a_layer_too_many_are_refused(model):
+    deeper = Eagle3Heads(replace(SHAPE, layers=(1, 5)))
+    with pytest.raises(ConfigError, match="4 layers"):
+        Decoder(model, deeper, cartesian_tree((1,)), eos_token_ids=())
+
+
+def test_a_failed_allocation_leaves_no_cache_that_is_too_small(model, heads, monkeypatch):
+    decoder = Decoder(model, heads, cartesian_tree((2, 2)), eos_token_ids=())
+    decoder.generate(PROMPTS[0], 5)
+
+    def fails(self, num_texts, num_slots):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Eagle3Heads, "open_cache", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            decoder.generate_batch(PROMPTS, 5)
+    again = decoder.generate_batch(PROMPTS[:2], LENGTH)
+    fresh = Decoder(model, heads, cartesian_tree((2, 2)), eos_token_ids=())
+    alone = [fresh.generate(prompt, LENGTH) for prompt in PROMPTS[:2]]
+    assert [one.token_ids for one in again] == [one.token_ids for one in alone]

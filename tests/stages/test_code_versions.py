@@ -23,7 +23,7 @@ from tests.flows.tiny import latest, run_again, stored
 GOLDEN = {
     "seeds": (8, "eaf61e0771c4b5ca"),
     "generate": (7, "fb9877c8f5dffdd6"),
-    "features": (3, "63756a3119aa5866"),
+    "features": (4, "63756a3119aa5866"),
     "row-features": (1, "960115ad1f7e6800"),
 }
 
