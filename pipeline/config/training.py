@@ -56,8 +56,8 @@ class Eagle3Config(Section):
         None,
         description=(
             "Query heads of the layer's attention, each of size 128, or 64 for a small target."
-            " Default: as many as the hidden size holds. Of more than eight, four share one key and"
-            " value head."
+            " Default: as many as the hidden size holds, from 8 on a multiple of 8. They share"
+            " eight key and value heads."
         ),
     )
 

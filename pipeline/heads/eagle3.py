@@ -50,8 +50,7 @@ from pipeline.heads.rows import Rows
 from pipeline.heads.shapes import Eagle3Shape, ExportFormat
 
 QUERIES = 256  # of a block of attention in training
-SHARED_BY = 4  # query heads that share one key and value head, if there are more than FEW_HEADS
-FEW_HEADS = 8
+KEY_VALUE_HEADS = 8  # for tensor parallelism up to 8, if there are as many query heads
 OWN_QUERIES = 0.3  # what distinguishes query heads of one key at the start
 HEAD_SIZES = (128, 64)  # that every attention backend of vLLM supports; the first that fits twice
 
@@ -84,7 +83,7 @@ class Eagle3Heads(Heads):
     """EAGLE-3 draft heads: one decoder layer that drafts a token per step."""
 
     Shape = Eagle3Shape
-    version = 2
+    version = 3
     title = "EAGLE-3 heads"
     units = "draft steps in training"
     batch_scale = 0.25
@@ -147,7 +146,7 @@ tensors' names replaced by `midlayer.`.
         own = settings.eagle3
         layers = layers_of(own.layers, num_layers)
         head_size = next((size for size in HEAD_SIZES if hidden_size >= 2 * size), HEAD_SIZES[-1])
-        attention_heads = own.attention_heads or max(1, hidden_size // head_size)
+        attention_heads = own.attention_heads or _attention_heads(hidden_size // head_size)
         return Eagle3Shape(
             hidden_size,
             vocab_size,
@@ -449,7 +448,7 @@ def attend_to_rows(
     values_1GSE: Tensor,
     path_NKE: Tensor,
     rows: Rows,
-    blocks: Sequence[slice],
+    blocks: Sequence[tuple[int, slice]],
 ) -> Tensor:
     """Attend from N positions to the keys of step 0 of their rows, and to keys of their own steps.
 
@@ -459,11 +458,13 @@ def attend_to_rows(
     Args:
         keys_1GSE, values_1GSE: Those of step 0. A query sees its row up to its own position.
         path_NKE: Keys and values [N, K, 2, G, E] of K later steps of each position.
-        blocks: The keys of each block, from `Rows.blocks`.
+        blocks: The number of queries of each block, and its keys, from `Rows.blocks`.
     """
     attended = [queries_NHE[:0]]  # a worker may have no row
     each_query = (queries_NHE, path_NKE, rows.learned_N, rows.start_S[rows.learned_N])
-    for keys, *of_block in zip(blocks, *(each.split(QUERIES) for each in each_query), strict=False):
+    sizes = [number for number, _ in blocks]
+    parts = [each.split(sizes) for each in each_query]
+    for (_, keys), *of_block in zip(blocks, *parts, strict=True):
         kept = (keys_1GSE[:, :, keys], values_1GSE[:, :, keys])
         attended.append(
             checkpoint(
@@ -526,10 +527,15 @@ def attend(
 
 
 def _key_value_heads(attention_heads: int) -> int:
-    """Return the number of key and value heads for this many query heads."""
-    if attention_heads <= FEW_HEADS or attention_heads % SHARED_BY:
+    """Return the number of key and value heads: as many as query heads, and at most 8."""
+    if attention_heads < KEY_VALUE_HEADS:
         return attention_heads
-    return attention_heads // SHARED_BY
+    return math.gcd(attention_heads, KEY_VALUE_HEADS)
+
+
+def _attention_heads(most: int) -> int:
+    """Return the default number of query heads: `most`, from 8 on as a multiple of 8."""
+    return max(1, most) if most < KEY_VALUE_HEADS else most - most % KEY_VALUE_HEADS
 
 
 def layers_of(wanted: Sequence[int] | str, num_layers: int) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SPAN = 4  # positions of several rows in a block of attention, over its labels
+
 
 class Rows(NamedTuple):
     """Rows without padding, for kinds of heads with `HeadsShape.row_layers`.
@@ -61,9 +63,24 @@ class Rows(NamedTuple):
         tokens_S = torch.cat([part.tokens_S for part in parts])
         return cls(states_SX, tokens_S, torch.cat(starts), torch.cat(learned))
 
-    def blocks(self, size: int) -> list[slice]:
-        """Return the positions that each block of `size` positions with labels attends to."""
-        first = self.learned_N[::size]
-        last = torch.cat((self.learned_N[size - 1 :: size], self.learned_N[-1:]))[: len(first)]
-        starts = self.start_S[first].tolist()
-        return list(map(slice, starts, (last + 1).tolist()))
+    def blocks(self, size: int) -> list[tuple[int, slice]]:
+        """Return blocks of positions with labels: how many, and the positions that they attend to.
+
+        A block has at most `size` labels. It is a part of one row, or several rows of together at
+        most `SPAN * size` positions, since each of its labels is compared with all of them.
+        """
+        learned = self.learned_N.tolist()
+        starts, counts = self.start_S[self.learned_N].unique_consecutive(return_counts=True)
+        blocks: list[tuple[int, slice]] = []
+        place = 0
+        for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
+            number, keys = blocks[-1] if blocks else (size, slice(0, 0))
+            end = learned[place + count - 1] + 1
+            if number + count <= size and end - keys.start <= SPAN * size:
+                blocks[-1] = (number + count, slice(keys.start, end))
+            else:
+                for first in range(place, place + count, size):
+                    stop = min(first + size, place + count)
+                    blocks.append((stop - first, slice(start, learned[stop - 1] + 1)))
+            place += count
+        return blocks

@@ -16,11 +16,12 @@ from torch.nn.functional import linear, rms_norm
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from pipeline.config import TrainConfig
 from pipeline.conversations.spans import IGNORED
 from pipeline.heads import eagle3
 from pipeline.heads.accuracy import NO_LABEL, label_ranks, score_guesses
 from pipeline.heads.eagle3 import Eagle3Heads
-from pipeline.heads.rows import Rows
+from pipeline.heads.rows import SPAN, Rows
 from pipeline.heads.shapes import Eagle3Shape
 
 SIZE, VOCAB, STEPS = 12, 11, 3
@@ -228,3 +229,42 @@ def test_a_worker_without_rows_computes_no_states():
     states = heads.states(torch.empty(0, 0), nothing, torch.empty(STEPS, 0).long(), rows)
     states.sum().backward()
     assert states.shape == (STEPS, 0, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "queries", "shared"),
+    [(192, 3, 3), (1536, 8, 8), (2880, 16, 8), (3584, 24, 8), (4096, 32, 8), (5120, 40, 8)],
+)
+def test_heads_of_large_targets_split_over_eight_gpus(hidden_size, queries, shared):
+    """vLLM splits query heads and key and value heads evenly over the GPUs of the target."""
+    shape = Eagle3Heads.shape_of(TrainConfig(heads="eagle3"), hidden_size, 100, 8)
+    assert (shape.attention_heads, shape.key_value_heads) == (queries, shared)
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=12),
+    st.integers(1, 16),
+)
+def test_blocks_see_their_rows_and_little_else(lengths, size):
+    """Rows of a prompt, whose positions have no labels, and an answer, whose positions all have."""
+    rows = Rows.pack(
+        [
+            Rows.of_text(
+                torch.zeros(prompt + answer + 1, 1),
+                torch.zeros(prompt + answer + 1, dtype=torch.int64),
+                torch.arange(prompt, prompt + answer),
+            )
+            for prompt, answer in lengths
+        ]
+    )
+    place = 0
+    for number, keys in rows.blocks(size):
+        of_block = rows.learned_N[place : place + number]
+        assert keys.start <= int(rows.start_S[of_block].min())
+        assert keys.stop == int(of_block.max()) + 1
+        assert number <= size
+        num_rows = len(rows.start_S[of_block].unique())
+        assert num_rows == 1 or keys.stop - keys.start <= SPAN * size
+        place += number
+    assert place == len(rows.learned_N)
