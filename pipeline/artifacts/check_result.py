@@ -38,7 +38,7 @@ class Limits:
 class GreedyMatch:
     """Counts of greedy answers: all, equal to plain decoding's, and first differing at a tie.
 
-    `tokens` counts the tokens compared: those of each answer, up to its first difference.
+    `tokens` counts the tokens compared: each answer's, up to its first difference.
     """
 
     sequences: int
@@ -67,7 +67,7 @@ class Difference:
 
 @result
 class Speed:
-    """Decoding speed with heads and that of plain decoding (`baseline_…`).
+    """Decoding speed with heads and of plain decoding (`baseline_…`).
 
     A figure that was not measured is None. A range is that of tokens per second over the repeats,
     slowest first; with one repeat it is None.

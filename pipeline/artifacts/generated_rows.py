@@ -127,7 +127,7 @@ def read_token_rows(
 
 @contextlib.contextmanager
 def open_rows(path: Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
-    """Context manager: open a generate or feature shard, and check its fingerprint.
+    """Context manager that opens a generate or feature shard and checks its fingerprint.
 
     Raises:
         DamagedShard: The shard is missing or damaged.

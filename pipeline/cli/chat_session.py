@@ -49,7 +49,7 @@ class Answer:
     stopped: bool = False  # by Ctrl-C
 
     def add(self, new_ids: list[int]) -> None:
-        """Append the tokens of one forward to the answer, and update its steps and seconds."""
+        """Append the tokens of one forward pass to the answer, and update its steps and seconds."""
         now = perf_counter()
         if not self.ids:
             self.started = now

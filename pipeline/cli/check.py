@@ -27,8 +27,8 @@ def check(
     heads: Annotated[
         str,
         Argument(
-            help="A run's directory, a directory of heads, or a Hub id: an export, Medusa heads,"
-            " EAGLE-1, EAGLE-3."
+            help="A run directory, or heads in a directory or on the Hub (an export, Medusa,"
+            " EAGLE-1 or EAGLE-3)."
         ),
     ],
     target: Annotated[

@@ -35,7 +35,7 @@ def compare(
     from pipeline.report.comparison import compare_runs
 
     if len(run_dirs) < 2:
-        raise ConfigError("`compare` needs at least two runs.", "compare", "Name them.")
+        raise ConfigError("`compare` needs at least two runs.", "compare", "Pass two directories.")
     table, notes = compare_runs([compared_run(path) for path in run_dirs])
     console = wide_console()
     print_grid(console, table.columns, table.rows)

@@ -116,7 +116,7 @@ def _traceback(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _output() -> Iterator[None]:
-    """Context manager: make a command's standard streams safe to read and write.
+    """Context manager that makes a command's standard streams safe to read and write.
 
     Characters that a standard stream cannot encode or decode are replaced. A write to standard
     output raises Interrupted if its reader has gone.
@@ -154,7 +154,7 @@ class _Output:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Context manager: drop the rest of the output after an error; see the class."""
+        """Context manager that drops the rest of the output after an error; see the class."""
         try:
             yield
         except OSError as error:

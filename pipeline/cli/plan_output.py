@@ -101,7 +101,7 @@ def _print_stages(console: Console, statuses: Mapping[str, StageStatus]) -> None
 
 
 def _seed_lines(seeds: Summary | None) -> Iterator[str]:
-    """Yield lines of `plan` on what the seeds stage does not read, and the rows that it drops."""
+    """Yield the lines of `plan` that list unread columns and dropped rows of the seeds."""
     for warning in (seeds or {}).get("warnings", ()):
         yield f"! {warning}"
     reasons = (seeds or {}).get("reasons")

@@ -32,15 +32,15 @@ def serve(
         Argument(
             metavar="[SETTINGS]... [-- VLLM_ARGS]...",
             help=(
-                "Settings of the target, such as target.dtype=bfloat16; by default those of the"
-                " run. After --, further arguments of vLLM's server."
+                "Settings of the target, such as target.dtype=bfloat16. Default: the run's"
+                " settings. After --, further arguments of vLLM's server."
             ),
         ),
     ] = None,
     plain: Annotated[bool, Option("--plain", help="Serve the target without the heads.")] = False,
     draft_tokens: Annotated[
         int | None,
-        Option(min=1, help="Tokens that the heads draft in a step. Default: those of the export."),
+        Option(min=1, help="Draft tokens per step. Default: the export's value."),
     ] = None,
     base_model: Annotated[
         str | None,
@@ -112,10 +112,10 @@ def server_arguments(
     Args:
         source: A run's directory, or an export.
         base_model: The target; None for the target named in the export.
-        given: Settings of the target, which override those of the run.
+        given: Settings of the target, which override the run's settings.
         gpus: The number of GPUs; None for one if there is one, else 0.
         plain: Whether to serve the target without the heads.
-        draft_tokens: The number of tokens that the heads draft; None for that of the export.
+        draft_tokens: The number of draft tokens per step; None for the export's value.
 
     Raises:
         ConfigError: vLLM cannot serve these heads, or not the target with these settings, or the

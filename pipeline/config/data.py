@@ -218,8 +218,8 @@ class GenerateConfig(Section):
     greedy_first: bool = Field(
         True,
         description=(
-            "Write the first of several answers to a training prompt greedily, so that heads accept"
-            " more in greedy decoding."
+            "Write the first of several answers to a training prompt greedily. This raises the"
+            " acceleration rate of greedy decoding."
         ),
     )
     top_p: float = Field(1.0, description="Top-p of training rows.", gt=0, le=1)
@@ -283,7 +283,7 @@ class FeaturesConfig(Section):
         "transformers", description="Engine that runs the backbone."
     )
     tokens_per_batch: PositiveInt = Field(
-        16_384, description="Maximum number of tokens per forward, padding included."
+        16_384, description="Maximum number of tokens per forward pass, padding included."
     )
     precision: Precision = Field(
         "native",

@@ -54,7 +54,7 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     Args:
         file: A YAML file, a run directory, or the name of a bundled file: `zephyr-7b` or
             `zephyr-7b.yaml`.
-        overrides: Settings that replace those of the file, each as `section.key=value`.
+        overrides: Settings that replace the file's settings, each as `section.key=value`.
 
     Raises:
         ConfigError: The file, a chat template or an override cannot be read, a key or value is
@@ -67,7 +67,7 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     except FileNotFoundError:
         names = ", ".join(sorted(bundled.stem for bundled in BUNDLED.glob("*.yaml")))
         raise ConfigError(
-            "There is no such configuration file.", file, f"Name a YAML file, or one of {names}."
+            "There is no such configuration file.", file, f"Pass a YAML file, or one of {names}."
         ) from None
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(

@@ -193,8 +193,8 @@ class CheckConfig(Section):
         None,
         description=(
             "A greedy difference is a tie if both tokens are this close to the target's best logit."
-            " Default: twice the largest change of a logit that the check measures between forwards"
-            " of the same text in different shapes."
+            " Default: twice the largest change of a logit that the check measures between forward"
+            " passes over the same text in different shapes."
         ),
         ge=0,
     )

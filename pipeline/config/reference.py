@@ -47,7 +47,7 @@ def reference(section: str | None = None) -> str:
 def key_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield each dotted configuration key of a settings class with its row of the Markdown table.
 
-    Keys of nested sections are included, and those of list entries as `seeds.sources[].path`.
+    Keys of nested sections are included, and keys of list entries as `seeds.sources[].path`.
     """
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"

@@ -127,7 +127,7 @@ class BackboneConfig(Section):
         ),
     )
     micro_batch: PositiveInt = Field(
-        1, description="Packed sequences per forward; gradients accumulate over a step."
+        1, description="Packed sequences per forward pass; gradients accumulate over a step."
     )
     gradient_checkpointing: bool = Field(
         True,

@@ -38,7 +38,7 @@ def unreadable_row(reason: Reason, detail: str, text: str = "") -> RejectedRow:
 
 @contextmanager
 def open_seed_file(path: Path) -> Iterator[io.BufferedReader]:
-    """Context manager: open a seed file for reading bytes, decompressed if it is gzip.
+    """Context manager that opens a seed file for reading bytes, decompressed if it is gzip.
 
     Errors of reading the file inside the context are translated too.
 

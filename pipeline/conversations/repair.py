@@ -86,7 +86,9 @@ def calls_json(calls: Any) -> str:
 
 
 def definitions_json(tools: Any) -> str | None:
-    """Convert function definitions to the JSON list that chat templates take; None without any.
+    """Convert function definitions to the JSON list that chat templates take.
+
+    Return None if there are none.
 
     Raises:
         RowRejected: A definition has no name, is not JSON, or UTF-8 cannot encode it.

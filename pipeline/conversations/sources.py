@@ -127,7 +127,7 @@ class SourceReader:
             raise DataError(
                 f"The directory holds no seed files ({', '.join(SUFFIXES)}).",
                 path,
-                "Name the files themselves in seeds.sources.",
+                "Set seeds.sources to the files themselves.",
             )
         return files
 

@@ -9,7 +9,7 @@ constant number of slots and reads the lengths on the device, as CUDA graphs nee
 (see cuda_graphs.py).
 
 Letters: L key and value tensors of the layers, B sequences, H key-value heads, S slots, D head
-size, N rows of a forward, T positions of a path.
+size, N rows of a forward pass, T positions of a path.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _TreeCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store a forward's keys and values in the KV cache; return those to attend to.
+        """Store keys and values of a forward pass in the KV cache; return the ones to attend to.
 
         Before the allocation these are the given ones, later the slots of `TreeCache.write_rows`.
         """
@@ -72,8 +72,8 @@ class _TreeCacheLayer(CacheLayerMixin):
 class TreeCache(Cache):
     """The KV cache of a batch of sequences that are decoded with candidate trees.
 
-    Call `begin_batch`, then `open_sequence`, a forward and `keep_prompt` for each prompt. After
-    that, each forward over the trees writes its rows, `move_accepted_rows` and `extend_lengths`
+    Call `begin_batch`, then `open_sequence`, a forward pass and `keep_prompt` for each prompt.
+    After that, each pass over the trees writes its rows, `move_accepted_rows` and `extend_lengths`
     keep the accepted rows, and `drop_sequences` removes finished sequences.
     """
 
@@ -152,7 +152,7 @@ class TreeCache(Cache):
 
     @contextmanager
     def fixed_lengths(self, length_B: Tensor, num_rows: int, width: int) -> Iterator[None]:
-        """Context manager: fix the shapes of `write_rows`, so that it can be captured.
+        """Context manager that fixes the shapes of `write_rows`, so that it can be captured.
 
         Within it, `write_rows` writes `num_rows` rows after the lengths `length_B`, a tensor on the
         device, and returns `width` slots. `lengths` is not read.

@@ -1,10 +1,10 @@
 """Capture decoding steps as CUDA graphs and replay them.
 
-Launching the many short kernels of a forward takes the host longer than running them takes the GPU.
-A captured step is one function of buffers with fixed addresses and shapes: lengths are read on the
-device, the KV cache returns a number of slots ("width") that is rounded up to a multiple of 256,
-and the mask hides unused slots. The host reads only the accepted tokens. One graph serves one batch
-size, width and acceptance rule.
+Launching the many short kernels of a forward pass takes the host longer than running them takes the
+GPU. A captured step is one function of buffers with fixed addresses and shapes: lengths are read on
+the device, the KV cache returns a number of slots ("width") that is rounded up to a multiple of
+256, and the mask hides unused slots. The host reads only the accepted tokens. One graph serves one
+batch size, width and acceptance rule.
 
 Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidden size, V
 vocabulary.

@@ -1,10 +1,10 @@
 """Decode with a transformers causal LM and draft heads, or without heads (plain decoding).
 
-One step is one forward of the target over the token that it chose last (the root) and a tree of the
-heads' guesses, with an explicit mask and explicit positions; the longest accepted path is kept in
-the text and in the KV cache (paper 2.1.2, 2.3.1). The heads read the state of the last accepted
-token after the final norm, or several layers' outputs at all accepted tokens. Model code is not
-modified. Plain decoding is the same loop without a tree. On a GPU both use CUDA graphs (see
+One step is one forward pass of the target over the token that it chose last (the root) and a tree
+of the heads' guesses, with an explicit mask and explicit positions; the longest accepted path is
+kept in the text and in the KV cache (paper 2.1.2, 2.3.1). The heads read the state of the last
+accepted token after the final norm, or several layers' outputs at all accepted tokens. Model code
+is not modified. Plain decoding is the same loop without a tree. On a GPU both use CUDA graphs (see
 cuda_graphs.py). The acceptance rule chooses every token, including the first one after the prefill.
 Up to rounding, greedy acceptance gives the text of greedy decoding, and rejection sampling gives
 the text of plain sampling with a generator in the same state.
@@ -71,12 +71,12 @@ class Decoded:
 
     @property
     def num_steps(self) -> int:
-        """The number of decoding steps: the target's forwards after the prefill."""
+        """The number of decoding steps: the target's forward passes after the prefill."""
         return len(self.accepted)
 
 
 def acceleration_rate(decoded: Iterable[Decoded]) -> float:
-    """Compute the acceleration rate: tokens per forward after the prefill, over all sequences.
+    """Compute the acceleration rate: tokens per forward pass after the prefill, over all sequences.
 
     The rate is 1.0 for plain decoding, and NaN if every sequence ended with its first token.
     """
@@ -262,7 +262,7 @@ class Decoder:
         rule: AcceptanceRule = greedy_acceptance,
         generators: Sequence[torch.Generator] | None = None,
     ) -> Generator[list[tuple[int, list[int]]]]:
-        """Decode several prompts as one batch; yield the new tokens after each forward.
+        """Decode several prompts as one batch; yield the new tokens after each forward pass.
 
         Forwards are one prefill per text, then steps of all unfinished texts. Each item is a list
         of (index of the text, tokens that this forward adds to the text). Arguments and errors are

@@ -1,7 +1,8 @@
 """Draft heads in decoding, with the key/value cache of those that attend to the text.
 
-After each forward of the target, the heads read the positions that stay in the text: the prompt, or
-the accepted path of a tree. For most kinds this only selects the state of the last position.
+After each forward pass of the target, the heads read the positions that stay in the text: the
+prompt, or the accepted path of a tree. For most kinds this only selects the state of the last
+position.
 
 Letters: B texts, T positions of a prompt or a path, X size of what the heads read at a position,
 N rows of a tree, D size of a root state.

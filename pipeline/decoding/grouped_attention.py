@@ -74,7 +74,7 @@ class GroupedRows:
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
-        """Context manager: use `grouped_attention` instead of sdpa; restore sdpa at the end."""
+        """Context manager that replaces sdpa by `grouped_attention` and restores it at the end."""
         for config in self._configs:
             config._attn_implementation_internal = NAME
         try:

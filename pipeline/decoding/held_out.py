@@ -47,8 +47,8 @@ def rate_of_answers(
     """Estimate the acceleration rate of decoded answers, with a bootstrap standard error.
 
     Args:
-        accepted: Per answer, the number of tokens that each forward after the prefill adds, without
-            tokens after the end of the text.
+        accepted: Per answer, the number of tokens that each forward pass after the prefill adds,
+            without tokens after the end of the text.
         conversations: Per answer, the key of its conversation.
     """
     tokens: Counter[Hashable] = Counter()

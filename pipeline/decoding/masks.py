@@ -1,4 +1,4 @@
-"""Additive attention masks to verify a candidate tree in one forward (paper 2.1.2).
+"""Additive attention masks to verify a candidate tree in one forward pass (paper 2.1.2).
 
 A row attends to the sequence so far, to itself and to its ancestors, within its layer's sliding
 window. Distances are between positions in the text, not between cache slots, because siblings share

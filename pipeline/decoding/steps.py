@@ -1,4 +1,4 @@
-"""Target forwards with hidden states, and one decoding step (paper 2.1 and 2.3.1).
+"""Forward passes of the target with hidden states, and one decoding step (paper 2.1 and 2.3.1).
 
 In a step the heads propose a tree per text, the target verifies the trees, and the accepted paths
 are kept. The hidden states come from a hook on the lm_head. The logits come from the model itself,
@@ -96,7 +96,7 @@ def forward_with_states(
 def last_positions(
     model: PreTrainedModel, ids: Sequence[int], number: int
 ) -> tuple[Tensor, Tensor]:
-    """Run a forward over a whole text without KV cache; return states and logits of its end.
+    """Run a forward pass over a whole text without KV cache; return states and logits of its end.
 
     They are hidden states [number, D] and logits [number, V] at the last `number` positions. If the
     model supports `logits_to_keep`, earlier logits are not computed, which saves gigabytes for long

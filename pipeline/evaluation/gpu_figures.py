@@ -1,6 +1,6 @@
 """The peak figures of GPUs, by their data sheets or the settings.
 
-No program reaches these figures. Products are taken to have 16 bits, also those of quantized
+No program reaches these figures. Products are taken to have 16 bits, also the products of quantized
 weights.
 """
 
@@ -60,7 +60,7 @@ operations per second; such a figure is in brackets.
 def gpu_figures(
     placement: PlacementConfig, name: str | None, target: TargetSizes
 ) -> GpuFigures | None:
-    """Return the figures of a GPU: those of the settings, else those of its data sheet.
+    """Return the figures of a GPU, from the settings or else from its data sheet.
 
     Args:
         name: The name that torch states; None for a GPU that is elsewhere.

@@ -147,7 +147,7 @@ def measure_heads(
         ConfigError: There are no such heads, an engine cannot decode with them or with this target,
             a baseline needs a run, `check.draft_tokens` are too many, or every answer ended with
             its first token.
-        DataError: The directory holds no known heads, or those of another target; or no question
+        DataError: The directory holds no known heads, or heads of another target; or no question
             leaves room for an answer.
         EnvironmentFault: The Hub cannot be reached, this machine cannot run the target, or a
             package that a baseline needs is missing.
@@ -263,7 +263,7 @@ def _candidate(
 
 
 def _require_known_draft(config: Mapping[str, Any], directory: Path) -> None:
-    """Raise DataError if config.json is that of a draft model of another kind."""
+    """Raise DataError if config.json describes a draft model of another kind."""
     named = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
     for kind in OTHER_DRAFTS:
         if kind in named:

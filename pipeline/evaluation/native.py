@@ -71,7 +71,7 @@ class Measurement:
         greedy_passes: The repetitions of greedy decoding, baselines included. If the rule is
             greedy, they are `passes`; otherwise there is one repetition.
         failed: For each baseline that failed, by name, the reason.
-        change: How far logits change between forwards of plain decoding's greedy answers.
+        change: How far logits change between forward passes over plain decoding's greedy answers.
     """
 
     request: CheckRequest

@@ -142,7 +142,7 @@ def lower_quartile(seconds: Sequence[float]) -> float:
 
 @contextlib.contextmanager
 def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[None]:
-    """Context manager: set the number of CPU threads at which plain steps are fastest.
+    """Context manager that sets the number of CPU threads at which plain steps are fastest.
 
     The earlier number is restored at the end. On a GPU nothing is changed. All threads, half of
     them, a quarter and so on to 1 are tried in turns. If steps take `LONG_STEP` or longer, all

@@ -3,12 +3,12 @@
 If the export names the checked target, vLLM gets the export as its only model, as in `vllm serve
 EXPORT`. Otherwise it gets target and heads separately. vLLM drafts the chain of the heads' top-1
 guesses, never a tree, so its acceleration rate is lower than the native one. It is defined in the
-same way: tokens kept over forwards of the target, after the prefill and its token.
+same way: tokens kept over forward passes of the target, after the prefill and its token.
 
 The study of load (`check.studies: [load]`) sends 1 to 64 requests at once to vLLM's server, with
 and without heads: heads use computation that is idle only while requests are few. Client and server
 share the machine. The acceleration rate of this study is over the drafts that the server counts
-(see `vllm_load`), not over the forwards of each request.
+(see `vllm_load`), not over the forward passes of each request.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measure the speed of decoding methods and of transformers' baselines on the same prompts.
 
-    acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
+    acceleration rate  tokens kept / forward passes after the prefill, pooled over sequences
     standard error     of the acceleration rate, over the choice of conversations
     overhead           seconds per step with heads / seconds per plain step
     speedup            tokens per second / plain tokens per second, which is acceleration rate /
@@ -84,7 +84,7 @@ class CannotDecode(Exception):
 
 
 class ForwardRecorder(BaseStreamer):
-    """Streamer that records the tokens and the time of each forward of a measured baseline."""
+    """Streamer that records the tokens and the time of each forward pass of a measured baseline."""
 
     def __init__(self) -> None:
         self.forwards: list[list[int]] = []
@@ -93,7 +93,7 @@ class ForwardRecorder(BaseStreamer):
     def put(self, value: torch.Tensor) -> None:
         """Record token ids and the time.
 
-        transformers calls this with the prompt, and then with the new tokens of each forward.
+        transformers calls this with the prompt, and then with the new tokens of each forward pass.
         """
         self.forwards.append(value.flatten().tolist())
         self.times.append(perf_counter())
@@ -327,7 +327,7 @@ def members_of_categories(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
 def by_category(
     prompts: Sequence[Prompt], passes: Sequence[Pass], method: str = ACCELERATED
 ) -> list[Category]:
-    """Compute a method's speed for each category of prompts, and that of plain decoding."""
+    """Compute the speed of a method and of plain decoding for each category of prompts."""
     rows = []
     for category, indices in members_of_categories(prompts).items():
         parts = []

@@ -5,18 +5,18 @@ forward's greedy choice. Two answers are tied if, at their first difference, bot
 within a tolerance of the target's best logit. Only the first difference counts: after it the
 answers have different prefixes.
 
-The tolerance is 2δ. δ is the largest change of a logit between forwards of the same text in
-different shapes. If a forward moves each logit l(t) by at most δ from the reference r(t), and t is
-its greedy choice, the reference's best token b is at most 2δ above t:
+The tolerance is 2δ. δ is the largest change of a logit between forward passes over the same text in
+different shapes. If a pass moves each logit l(t) by at most δ from the reference r(t), and t is its
+greedy choice, the reference's best token b is at most 2δ above t:
 
     r(t) >= l(t) - δ >= l(b) - δ >= r(b) - 2δ
 
 δ is measured on some of plain decoding's own answers, over the largest logits of each place, since
 no other token can be chosen. It is at least one rounding step of these logits, since identical
-kernels round identically. The forwards are those of transformers, or of vLLM without drafts, so a
-fault in the check's own decoding cannot widen the tolerance. vLLM's logits are compared with
-vLLM's: on a chat model of 6.5M parameters in bfloat16, they differ by 0.2 from those of
-transformers, which change by 0.06 between shapes.
+kernels round identically. The passes run in transformers, or in vLLM without drafts, so a fault in
+the check's own decoding cannot widen the tolerance. vLLM's logits are compared with vLLM's: on a
+chat model of 6.5M parameters in bfloat16, they differ by 0.2 from those of transformers, which
+change by 0.06 between shapes.
 
 Letters: T answer tokens, V vocabulary.
 """
@@ -127,7 +127,7 @@ def compare(
 
 
 def below_best(model: PreTrainedModel, prefix: list[int], tokens: list[int]) -> list[float]:
-    """Compute how far tokens are below the target's best logit after a prefix, by one forward."""
+    """Compute how far tokens are below the target's best logit after a prefix, in one pass."""
     _, logits_1V = last_positions(model, prefix, 1)
     logits_V = logits_1V[0].double()
     return (logits_V.max() - logits_V[tokens]).tolist()
@@ -137,7 +137,7 @@ def logit_change(places: Iterable[Sequence[Logits]], dtype: torch.dtype) -> floa
     """Compute δ from the logits of the same places in forwards of different shapes.
 
     Args:
-        places: For each place in a text, its largest logits in each forward.
+        places: For each place in a text, its largest logits in each pass.
         dtype: The dtype of the logits.
     """
     change = largest = 0.0
@@ -164,9 +164,9 @@ def native_logit_change(
 ) -> float:
     """Measure δ in transformers, on a few of plain decoding's answers.
 
-    Each answer is read in four shapes: the whole text in one forward, alone and in a batch of
-    copies; and after the prompt is cached, token by token, as plain decoding reads it, and all
-    tokens in one forward, as a tree is read.
+    Each answer is read in four shapes: the whole text in one pass, alone and in a batch of copies;
+    and after the prompt is cached, token by token, as plain decoding reads it, and all tokens in
+    one pass, as a tree is read.
     """
     places: list[list[Logits]] = []
     for row in measured_rows(prompts, answers):
@@ -179,7 +179,7 @@ def native_logit_change(
 
 
 def _logits_in_shapes(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> list[Tensor]:
-    """Return the logits [T, V] that predict an answer, from forwards of four shapes."""
+    """Return the logits [T, V] that predict an answer, from passes of four shapes."""
     text_1T = torch.tensor([prompt + answer[:-1]], device=input_device(model))
     num_prompt = len(prompt)
     num_answer = len(answer)
@@ -204,7 +204,7 @@ class VllmLogits:
     """The logits to ask of plain vLLM in order to compare its answers with those of other methods.
 
     Answers are decoded again, all at once and one at a time, and some of their prefixes are read in
-    one forward each: these shapes give δ. The places where a method's answer differs are read in
+    one pass each: these shapes give δ. The places where a method's answer differs are read in
     the same way.
     """
 

@@ -36,8 +36,8 @@ NOWHERE = Path(os.devnull, "none")  # no such folder: ProgressFile ignores the f
 class Progress:
     """Progress of one part of a stage; a total of 0 is unknown.
 
-    `tokens` counts those of unfinished units too. `tokens_left` is an estimate; without one it is
-    0, and the units give the time left.
+    `tokens` includes the tokens of unfinished units. `tokens_left` is an estimate; without one it
+    is 0, and the units give the time left.
     """
 
     part: str = ""
@@ -233,7 +233,7 @@ class Meter:
         self._begin_part()
 
     def _begin_part(self) -> None:
-        """Replace the tasks of the live display by those of the current part: units and tokens."""
+        """Replace the tasks of the live display by the current part's tasks: units and tokens."""
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
         now = self._first = self._now
@@ -309,7 +309,7 @@ def _joined(*texts: str) -> str:
 def print_stage(console: Console, mark: str, stage: str, text: str, style: str = "") -> None:
     """Print a line about an executed stage, aligned with its progress bar.
 
-    The mark is in rich's markup; name and text are literal. The style is that of the whole line.
+    The mark is in rich's markup; name and text are literal. The style applies to the whole line.
     """
     line = escape(visible(f"{stage:<{STAGE_WIDTH}} {text}"))
     console.print(f"{mark} {line}", style=style, highlight=False, soft_wrap=True)

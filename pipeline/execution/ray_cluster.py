@@ -157,7 +157,7 @@ def start_error(error: Exception, address: str) -> EnvironmentFault:
 
 @contextlib.contextmanager
 def own_signals() -> Iterator[None]:
-    """Context manager: keep this process's signal handlers while Ray starts.
+    """Context manager that keeps this process's signal handlers while Ray starts.
 
     Ray's handler of SIGTERM would end the process without a message. A SIGTERM that arrives
     meanwhile is passed to the kept handler afterwards.

@@ -204,7 +204,7 @@ def target_of(directory: str | os.PathLike[str]) -> str:
         raise ConfigError(
             f"The export's target does not exist: {named}.",
             str(directory),
-            "Name it with --base-model, or `target=`.",
+            "Pass the target with --base-model, or as `target=` in Python.",
         )
     return named
 

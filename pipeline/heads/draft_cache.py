@@ -5,7 +5,7 @@ of drafted tokens are never stored here, because they belong to one path of one 
 write padding behind a text's length; the next one overwrites it. Shapes are fixed and lengths stay
 on the device, so that a decoding step can be captured as a CUDA graph.
 
-Letters: B texts, G key-value heads, S slots, E head size, T rows of a forward.
+Letters: B texts, G key-value heads, S slots, E head size, T rows of a forward pass.
 """
 
 from __future__ import annotations

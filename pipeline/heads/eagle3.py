@@ -552,6 +552,6 @@ def layers_of(wanted: Sequence[int] | str, num_layers: int) -> tuple[int, ...]:
         raise ConfigError(
             f"The target has {num_layers} layers, and layer {max(wanted)} is configured.",
             "train.eagle3.layers",
-            f"Name layers from 1 to {num_layers}.",
+            f"Set train.eagle3.layers to layers from 1 to {num_layers}.",
         )
     return tuple(sorted(set(wanted)))

@@ -336,7 +336,8 @@ class Heads(nn.Module, ABC):
             raise ConfigError(
                 f"The {format.name} format does not apply to {shape.kind} heads.",
                 "export.formats",
-                f"Export with `formats: [expanded]`; such heads have {known}.",
+                f"{shape.kind} heads support these formats: {known}. Set export.formats to one of"
+                " them.",
             )
 
     @classmethod

@@ -186,7 +186,7 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         tree: ProposalTree,
         cache: DraftCache | None = None,
     ) -> Tensor:
-        """Propose the tree's tokens [B, N] from one forward of the first `max_depth` heads."""
+        """Propose the tree's tokens [B, N] from one forward pass of the first `max_depth` heads."""
         rows_KBR = self(hidden_BD, tree.max_depth).topk(tree.top).indices
         guesses_KBR = self.vocabulary.tokens_of_rows(rows_KBR).to(token_B.device)
         return guesses_KBR.transpose(0, 1).flatten(1).index_select(1, tree.guess)

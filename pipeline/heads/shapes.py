@@ -97,7 +97,7 @@ class MedusaShape(HeadsShape):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lm_head not in get_args(LmHead):
-            raise ValueError(f"lm_head is one of {get_args(LmHead)}, not {self.lm_head!r}")
+            raise ValueError(f"lm_head must be one of {get_args(LmHead)}, not {self.lm_head!r}")
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ def check_table(report: Report) -> Table:
     columns = engine_cells(report)
     table = Table("Check", ["", *columns])
     table.note = (
-        "Acceleration rate: tokens kept per forward of the target, after the prefill. Natively the"
-        " tree is verified, one prompt at a time; in vLLM a chain, all prompts at once. In"
+        "Acceleration rate: tokens kept per forward pass of the target, after the prefill. Natively"
+        " the tree is verified, one prompt at a time; in vLLM a chain, all prompts at once. In"
         " parentheses the slowest and the fastest repeat."
     )
     labels = {}
@@ -116,9 +116,9 @@ def methods_table(report: Report) -> Table:
     table = Table("Methods", ["method", "per step", "tokens/s", "speedup", "identical"])
     table.note = (
         "Native decoding, one prompt at a time, without the prefills. Per step: tokens per forward"
-        " of the target. Tokens/s: in parentheses the slowest and the fastest repeat. Generate,"
-        " prompt lookup and assistant are transformers' own; retrieval drafts from the training"
-        " text."
+        " pass of the target. Tokens/s: in parentheses the slowest and the fastest repeat."
+        " Generate, prompt lookup and assistant are transformers' own; retrieval drafts from the"
+        " training text."
     )
     native = report.native
     if not native:

@@ -161,8 +161,8 @@ def _comparison_notes(runs: Sequence[ComparedRun]) -> list[str]:
             notes.append(f"{run.name} was not checked: its rates are expected ones.")
         elif native and is_disturbed(native):
             notes.append(
-                f"{run.name}: other load made a step with heads faster than a plain one; its"
-                " speedup is left out."
+                f"{run.name}: the speedup exceeds the acceleration rate, so it is left out. Another"
+                " process probably slowed plain decoding."
             )
         targets.add(run.report.target)
         if run.report.check:

@@ -4,8 +4,8 @@ One method is faster than another if its slowest repeat is faster than the other
 ranges overlap, the difference is within the repeats. With one repeat the range is unknown.
 
 A step that drafts does more work than a plain step, so one request at a time gains at most the
-acceleration rate. A batch has no such limit: it lasts as long as its longest answer, which may
-accept more than the others.
+acceleration rate. A batch has no such limit: it lasts as long as its longest answer, whose rate
+may be higher than the other rates.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def range_cell(slowest_to_fastest: list[float] | None) -> str:
 
 
 def is_disturbed(found: Speed) -> bool:
-    """Return whether other load disturbed a measurement of one request at a time.
+    """Return whether another process disturbed a measurement of one request at a time.
 
-    If a step with drafts is measured as clearly faster than a plain step, other load has slowed the
-    plain steps, and the speedup means nothing.
+    If the speedup clearly exceeds the acceleration rate, another process has slowed the plain
+    steps, and the speedup means nothing.
     """
     if found.speedup is None or found.acceleration_rate is None:
         return False

@@ -92,8 +92,8 @@ def _speed_warnings(report: Report) -> Iterator[str]:
             disturbed.append(f"{where} {times(found.speedup)}, {ratio(found.acceleration_rate)}")
     if disturbed:
         yield (
-            "One request at a time gains at most its tokens per step, and these speedups exceed"
-            f" them: {'; '.join(disturbed)}. Other load slowed plain decoding. {AGAIN}"
+            "With one request at a time, these speedups exceed the acceleration rate:"
+            f" {'; '.join(disturbed)}. Another process probably slowed plain decoding. {AGAIN}"
         )
     unsteady = []
     for where, found in plain.items():

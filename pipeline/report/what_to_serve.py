@@ -61,7 +61,7 @@ def serving_advice(report: Report) -> list[Advice]:
 
 
 def _advice(requests: int, rows: Sequence[LoadRow], methods: dict[str, ServedMethod]) -> Advice:
-    """Return what to serve at one load, whose rows are those of all methods."""
+    """Return what to serve at one load, from the rows of all methods."""
     first = rows[0]
     plain = Repeats.of(PLAIN, first.baseline_tokens_per_second, first.baseline_range)
     measured = [plain]
@@ -144,9 +144,9 @@ def _remarks(report: Report, vllm: VllmFigures) -> list[str]:
     """Return the sentences of the table's note: what the columns mean, and which methods failed."""
     remarks = [
         "Tokens/s on the check's prompts, with the slowest and the fastest repeat. Per step: tokens"
-        " kept per forward of the target. Identical: greedy answers equal to plain vLLM's. If the"
-        " repeats of two methods overlap, the simpler one is named: plain before n-grams, n-grams"
-        " before heads."
+        " kept per forward pass of the target. Identical: greedy answers equal to plain vLLM's. If"
+        " the repeats of two methods overlap, the simpler one is named: plain before n-grams,"
+        " n-grams before heads."
     ]
     if report.run:
         remarks.append("RUN_DIR is this run's directory.")

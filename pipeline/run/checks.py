@@ -236,7 +236,7 @@ def check_prompts_file(run: ResolvedRun) -> None:
         raise ConfigError(
             f"There is no file {path}.",
             "check.prompts",
-            "Name a file, or leave the setting out.",
+            "Set check.prompts to an existing file, or remove the key.",
         )
 
 

@@ -143,7 +143,7 @@ class Hours:
         return ENGINE + self.written / requests * step + prompts
 
     def caching(self, share: float = 1.0) -> float:
-        """Return the seconds of features: a forward of the layers over a share of all tokens."""
+        """Return the seconds of features: a pass of the layers over a share of all tokens."""
         rates = self.rates["features"]
         tokens = share * self.written * (1 + PROMPT_SHARE)
         return WORKER + 2 * self.target.linear * tokens / rates.operations

@@ -175,7 +175,7 @@ def require_rows_of_splits(stage: StageDirectory, summary: Summary, holdout: flo
         raise DataError(
             too_alike,
             stage.path,
-            "Name sources in seeds.sources whose conversations open with different questions.",
+            "Set seeds.sources to sources whose conversations open with different questions.",
         )
     return too_alike
 
@@ -188,8 +188,8 @@ def require_enough_rows(num_rows: int, holdout: float, where: str) -> None:
             f"{num_rows:,} conversations are too few: training, calibration and the check"
             f" need at least {MIN_HELD_OUT} rows each.",
             where,
-            "Name more or larger sources in seeds.sources or, with"
-            f" {3 * MIN_HELD_OUT} conversations and more, change seeds.holdout.",
+            "Add sources to seeds.sources, or use larger ones. From"
+            f" {3 * MIN_HELD_OUT} conversations on, you can also change seeds.holdout.",
         )
 
 

@@ -123,7 +123,7 @@ def _make_readable(path: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path | None = None) -> Iterator[None]:
-    """Context manager: translate errors for which `disk_fault` has an EnvironmentFault.
+    """Context manager that converts disk errors to EnvironmentFault (see `disk_fault`).
 
     Other errors are not changed.
     """

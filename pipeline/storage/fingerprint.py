@@ -125,7 +125,7 @@ class FileDigests:
         return changed
 
     def derived(self, key: str, make: Callable[[], str]) -> str:
-        """Return the digest that is cached under a key; if there is none, cache that of `make`."""
+        """Return the digest cached under a key; if there is none, cache the digest of `make`."""
         if key not in self.known:
             self.known[key] = make()
             if not self.read_only:

@@ -67,7 +67,7 @@ class RunDirectory:
             raise ConfigError(
                 "There is no run here: no run.yaml.",
                 path,
-                "Name the directory that `run` printed, such as runs/demo.",
+                "Pass the directory that `run` printed, such as runs/demo.",
             )
         config = load_config(path / "run.yaml")
         return cls(path.resolve(), config.run.store), config
@@ -108,7 +108,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Context manager: lock the run directory, and remove temporary files of killed processes.
+        """Context manager that locks the run directory and removes files of killed processes.
 
         Raises:
             EnvironmentFault: Another process holds the lock, or the file system has no locks.

@@ -48,7 +48,7 @@ class ShardTask:
 
 
 def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row]:
-    """Read a task's rows from its upstream shard, in order, without those of `task.crashing`.
+    """Read a task's rows from its upstream shard, in order, without the rows of `task.crashing`.
 
     `columns` must include `id`; by default all columns are read. Errors are those of `open_shard`.
     """
@@ -247,7 +247,7 @@ def parent_of(row_id: str) -> str:
 
 @contextlib.contextmanager
 def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
-    """Context manager: open a shard for reading; page checksums are verified.
+    """Context manager that opens a shard for reading; page checksums are verified.
 
     Errors of reading the shard inside the context are translated too.
 

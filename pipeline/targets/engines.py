@@ -47,7 +47,7 @@ class GenerationEngine(Protocol):
     def add(self, request: Request) -> None:
         """Queue a request.
 
-        Its id must differ from those of all unfinished requests. Its prompt must not be empty and
+        Its id must differ from the ids of all unfinished requests. Its prompt must not be empty and
         must be shorter than the context.
         """
 
@@ -132,7 +132,7 @@ def make_feature_engine(
 
     Args:
         name: The kind of engine.
-        tokens_per_batch: Maximum tokens of one forward; see the engine's class.
+        tokens_per_batch: Maximum tokens of one forward pass; see the engine's class.
         engine_args: Arguments of `vllm.LLM`; empty for transformers.
         gpus: The number of GPUs that the engine uses; 0 means the CPU.
         layers: The layers whose outputs to compute, ascending; empty for the last states.

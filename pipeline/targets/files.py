@@ -235,7 +235,7 @@ def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None
 
 @contextmanager
 def target_errors(model: str, revision: str | None) -> Iterator[None]:
-    """Context manager: translate errors of reading a target, as `hub_errors` does."""
+    """Context manager that converts errors of reading a target, as `hub_errors` does."""
     at = f" at revision {revision}" if revision else ""
     with hub_errors(f"target {model}{at}", WHERE):
         yield
@@ -243,7 +243,7 @@ def target_errors(model: str, revision: str | None) -> Iterator[None]:
 
 @contextmanager
 def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[None]:
-    """Context manager: translate errors of a read from the Hub or an upload to it.
+    """Context manager that converts errors of a read from the Hub or an upload to it.
 
     The warnings of the Hub client's HTTP logger are turned off, and stay off.
 

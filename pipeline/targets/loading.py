@@ -171,7 +171,7 @@ def _require_all_tensors(spec: TargetSpec, report: Mapping[str, Collection[Any]]
         if keys:
             named = f"{len(keys)} {problem.replace('_', ' ')}, {', '.join(keys[:3])}"
             raise ConfigError(
-                f"The target's files are not the model of its config.json: {named}.",
+                f"The target's weights do not match its config.json: {named}.",
                 spec.model,
                 "Fetch the target's files again.",
             )
@@ -258,7 +258,7 @@ def verify_tap(model: PreTrainedModel) -> None:
 
 @contextmanager
 def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Context manager: yield a list to which each forward appends the input of the lm_head."""
+    """Context manager: yield a list to which each forward pass appends the lm_head's input."""
     seen = []
     hook = model.get_output_embeddings().register_forward_pre_hook(
         lambda _, inputs: seen.append(inputs[0])
@@ -271,7 +271,7 @@ def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def layer_outputs(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-    """Context manager: yield a list to which each forward appends layer outputs [B, T, X].
+    """Context manager: yield a list to which each forward pass appends layer outputs [B, T, X].
 
     The outputs [B, T, D] of the decoder layers `layers`, ascending and counted from 1, are side by
     side. That of the highest layer is before the final norm. If the layers are on several GPUs, the

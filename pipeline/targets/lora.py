@@ -94,8 +94,8 @@ def require_tunable(spec: TargetSpec, *, sharded: bool = False) -> None:
         raise ConfigError(
             "A tuned backbone cannot be merged into weights that are quantized.",
             files.WHERE,
-            "Name the target's original weights; train.backbone.quantization: 4bit trains on a"
-            " quantized copy of them.",
+            "Set target.model to the original weights; train.backbone.quantization: 4bit trains on"
+            " a quantized copy.",
         )
     for key in LOGIT_CHANGES:
         if getattr(text, key, None) not in (None, 1):

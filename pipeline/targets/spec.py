@@ -80,7 +80,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool = False) -> TargetSpec:
         raise ConfigError(
             f"The target {model} has no config.json.",
             files.WHERE,
-            "Name a transformers model.",
+            "Set target.model to a model in transformers format.",
         )
     files.parse_json_object(config_file)
     files.require_no_other_weights(model, revision)
@@ -207,8 +207,8 @@ def load_chat_template(
             f"A prompt can contain the token {token}, but the target has embeddings only for ids"
             f" below {num_embeddings}.",
             files.WHERE,
-            "Name the tokenizer's own model, or resize the embedding (`resize_token_embeddings`)"
-            " and train it.",
+            "Set target.model to the model that this tokenizer belongs to, or resize its embedding"
+            " (`resize_token_embeddings`) and train the new rows.",
         )
     return template
 
@@ -353,7 +353,7 @@ def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
 
 
 def require_verifiable(config: PretrainedConfig) -> None:
-    """Check that a target with this configuration can verify a candidate tree in one forward.
+    """Check that a target with this configuration can verify a candidate tree in one forward pass.
 
     A tree needs attention that can be masked for each candidate (paper section 2.1.2). A recurrent
     layer has one state for all candidates. A bias by position in the cache (ALiBi) treats sibling

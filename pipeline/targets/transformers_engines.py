@@ -280,8 +280,8 @@ class TransformersFeatureEngine:
 
     Args:
         spec: The target.
-        tokens_per_batch: Maximum tokens of one forward, including padding up to the longest row. A
-            longer row runs alone.
+        tokens_per_batch: Maximum tokens of one forward pass, including padding up to the longest
+            row. A longer row runs alone.
         layers: The layers whose outputs to compute, ascending; empty for the last states.
         gpus: The number of GPUs over which the target is placed; 0 means the CPU.
 
@@ -374,7 +374,7 @@ class TransformersFeatureEngine:
         return _FeatureBatch(indices, lengths, host_BTX, copied)
 
     def _states(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """Return the states [B, T, X] of a batch: those of `layers`, or the last ones."""
+        """Return the states [B, T, X] of a batch: the outputs of `layers`, or the last states."""
         if not self.layers:
             return self.model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
         with layer_outputs(self.model, self.layers) as seen:

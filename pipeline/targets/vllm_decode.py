@@ -7,9 +7,9 @@ free a GPU's memory. vLLM proposes the heads' top-1 chain, never a tree, so its 
 below the tree's.
 
 A request's steps are counted from its outputs. The first output is the prefill's token. Each later
-output holds the tokens that one forward of the target has added, cut where the text ends. vLLM's
-own counters are not used: they also count tokens after the end of a text, which makes 1 + accepted
-/ drafts 2 to 4 % too large on the demos.
+output holds the tokens that one forward pass of the target has added, cut where the text ends.
+vLLM's own counters are not used: they also count tokens after the end of a text, which makes 1 +
+accepted / drafts 2 to 4 % too large on the demos.
 
 vLLM 0.32 stops drafting for the whole batch while one of its requests is too close to the end of
 the context: there must be room for its text, the draft that is verified, and another draft.
@@ -53,7 +53,7 @@ class VLLMTexts:
 
     Attributes:
         token_ids: The generated token ids for each prompt, without the prompt.
-        accepted: For each prompt, the number of tokens that each forward after the prefill added.
+        accepted: For each prompt, the number of tokens that each pass after the prefill added.
         seconds: The duration of each repeat, with all prompts at once.
         seconds_in_turn: For each repeat, the duration of each prompt that was decoded alone, by its
             index.

@@ -108,8 +108,8 @@ class VLLMFeatureEngine:
     Other arguments and the errors are those of `VLLMGenerationEngine`.
 
     Args:
-        tokens_per_batch: Maximum tokens of one forward. If it is less than the target's context,
-            the context is used, so that every conversation fits.
+        tokens_per_batch: Maximum tokens of one forward pass. If it is less than the target's
+            context, the context is used, so that every conversation fits.
         layers: The layers whose outputs to compute, ascending; empty for the last states. vLLM's
             compiled graphs do not return outputs of layers, and are off.
 

@@ -19,8 +19,8 @@ LOGITS: EngineArgs = {"logprobs_mode": "raw_logits"}  # vLLM's default is log-pr
 class LogitRequest:
     """A prompt to continue greedily, and the tokens whose logits are asked for at each place.
 
-    `num_top` asks for the largest logits, `token_ids` for those of given tokens. The logit of the
-    token that vLLM chooses is always returned.
+    `num_top` asks for the largest logits, `token_ids` for the logits of given tokens. The logit of
+    the token that vLLM chooses is always returned.
     """
 
     prompt_ids: list[int]

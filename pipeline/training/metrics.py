@@ -101,7 +101,7 @@ class MetricsLog:
 
     @contextlib.contextmanager
     def _drop_if_it_fails(self, name: str) -> Iterator[None]:
-        """Context manager: drop a training tracker, with one warning, if it raises."""
+        """Context manager that drops a training tracker, with one warning, if it raises."""
         try:
             yield
         except Exception as error:  # whatever a library or its server raises

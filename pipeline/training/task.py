@@ -93,7 +93,7 @@ class TrainSpec:
     def of_phase(self, name: str, heads_from: Path | None = None) -> TrainSpec:
         """Return the specification of one training phase, in the subdirectory `name`.
 
-        The last phase's name is empty; its directory is that of the training. `heads_from` is the
+        The last phase's name is empty; its directory is the training's own. `heads_from` is the
         path of the heads to start from.
         """
         run_name = f"{self.run_name}-{name}" if name else self.run_name
@@ -291,7 +291,7 @@ def choose_device(spec: TrainSpec) -> torch.device:
 
 @contextlib.contextmanager
 def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
-    """Context manager: raise CUDA out-of-memory and kernel errors as EnvironmentFault.
+    """Context manager that converts CUDA out-of-memory and kernel errors to EnvironmentFault.
 
     The error suggests the settings `saves_memory` and those of the kind of heads.
     """
