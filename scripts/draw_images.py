@@ -1,6 +1,6 @@
 """Draw the images of the README and the docs into docs/images: `python scripts/draw_images.py`.
 
-    race.svg    five forwards of plain decoding beside five forwards with heads
+    race.svg    five forward passes of plain decoding beside five with heads
     tree.svg    a tree of candidates and its mask
     house.svg   the packages of pipeline/ in layers, from tests/test_architecture.py
     samples.svg tokens per step by answers to each prompt, from benchmarks/results
@@ -136,10 +136,13 @@ def race() -> str:
     words = [word for forward in FORWARDS for word in forward]
     count = len(FORWARDS)
     parts = [
-        label(24, 36, f"Plain decoding: {count} forwards, {count} tokens", "title"),
+        label(24, 36, f"Plain decoding: {count} forward passes, {count} tokens", "title"),
         *tokens(24, 50, [(word,) for word in words[:count]]),
         label(
-            24, 142, f"With heads: {count} forwards, {len(words)} tokens of the same text", "title"
+            24,
+            142,
+            f"With heads: {count} forward passes, {len(words)} tokens of the same text",
+            "title",
         ),
         *tokens(24, 156, FORWARDS),
         rectangle(24, 228, 14, 14, "own", 3),
