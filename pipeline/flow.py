@@ -234,8 +234,8 @@ def push_run(
 def _open_finished_run(run: RunDirectory, config: Config, console: Console) -> Context:
     """Return the context to push a finished run, after checking that it may be pushed.
 
-    The configuration is that of the run's check, because run.yaml may have changed since. Only
-    `run`, `push` and the check's limits are those of `config`. Raises what `push_run` raises.
+    The configuration comes from the run's check, because run.yaml may have changed since. Only
+    `run`, `push` and the check's limits come from `config`. Raises what `push_run` raises.
     """
     stages = run.stages()
     for name in push.STAGE.upstream(config):

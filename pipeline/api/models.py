@@ -183,7 +183,7 @@ def load_export(
 
     Raises:
         ConfigError: There is no such directory, or the run has no export yet. The target does not
-            exist or is not that of the heads, the tree does not fit the heads, or settings are
+            exist or is not the heads' target, the tree does not fit the heads, or settings are
             given for a loaded target.
         DataError: The directory is not an export or is damaged, or the tree's file cannot be read.
         EnvironmentFault: As in `load_target`.

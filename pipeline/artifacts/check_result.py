@@ -69,8 +69,8 @@ class Difference:
 class Speed:
     """Decoding speed with heads and of plain decoding (`baseline_…`).
 
-    A figure that was not measured is None. A range is that of tokens per second over the repeats,
-    slowest first; with one repeat it is None.
+    A figure that was not measured is None. A range is tokens per second over the repeats, slowest
+    first; with one repeat it is None.
     """
 
     acceleration_rate: float | None = None
@@ -275,7 +275,7 @@ class CheckResult(Engines):
     served_model: ServedModel | None = None
     differing: list[Difference] = field(default_factory=list)
     head_0: dict[str, float] | None = None  # its top1 to top5 on held-out text
-    frequency: dict[str, float] | None = None  # those of guessing the most frequent tokens
+    frequency: dict[str, float] | None = None  # accuracy of guessing the most frequent tokens
     drift: TunedDrift | None = None  # of the published weights; None if no backbone was tuned
     samples: list[Sample] = field(default_factory=list)
     prompt_sources: list[PromptSource] | None = None  # None for a file of questions

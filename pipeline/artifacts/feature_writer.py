@@ -39,7 +39,7 @@ MAX_WAITING_GROUPS = 32  # 2 GiB of states in a feature shard
 def max_waiting_groups(num_layers: int) -> int:
     """Return how many row groups may wait to be written; `num_layers` is 0 for a feature shard.
 
-    The states of whole rows are taken to be twice those of answers, for each layer.
+    The states of whole rows are taken to be twice the states of answers, for each layer.
     """
     return max(1, MAX_WAITING_GROUPS // max(1, 2 * num_layers))
 
@@ -141,7 +141,7 @@ def row_edges(rows: Sequence[TokenRow], states: StateFormat) -> list[int]:
 def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[TokenRow]]:
     """Divide rows, in order, into row groups of one split and about `ROW_GROUP_BYTES` of states.
 
-    The size is that of the states in a feature shard. A group also ends before its tokens, prompts
+    The size counts the states in a feature shard. A group also ends before its tokens, prompts
     included, have `MAX_TOKENS_SHARE` times as many states, which row features store. It ends where
     the split changes, so that held-out rows can be read without training rows.
     """

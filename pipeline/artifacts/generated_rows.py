@@ -138,7 +138,8 @@ def open_rows(path: Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
         found = (shard.schema_arrow.metadata or {}).get(b"fingerprint", b"none").decode()
         if found != fingerprint:
             raise DataError(
-                f"This shard is of another run: its fingerprint is {found}, not {fingerprint}.",
+                f"This shard belongs to another run: its fingerprint is {found}, not"
+                f" {fingerprint}.",
                 path,
                 REDO,
             )

@@ -155,7 +155,7 @@ def _parse_calibration(content: Any, path: Path) -> Calibration:
         return from_json(Calibration, content)
     except ValidationError as error:
         raise DataError(
-            f"This is no tree that calibrate wrote ({error.errors()[0]['msg']}).",
+            f"This is not a tree that calibrate wrote ({error.errors()[0]['msg']}).",
             path,
             "Run the same command again with --fresh calibrate.",
         ) from None

@@ -1,6 +1,6 @@
 """The end of a command: errors become one paragraph on stderr and an exit code.
 
-The exit code is that of the error's class in `pipeline.errors`, 128 plus the signal's number after
+The exit code comes from the error's class in `pipeline.errors`, 128 plus the signal's number after
 a signal, or `UNEXPECTED` for an unexpected exception, whose traceback is written to a file.
 """
 
@@ -32,10 +32,10 @@ UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h
 def ends_well(story: Callable[[], Any], *, commits: bool = True) -> int:
     """Run a command or flow, print its error if it fails, and return the exit code.
 
-    The exit code is that of the error or signal that ended `story`, else its result if that is an
-    int, else 0. From now on known secrets are redacted in log records, and SIGTERM, SIGINT and
-    SIGHUP are handled: the first signal stops the command cleanly, the same one again ends the
-    process. Under nohup, SIGHUP stays ignored.
+    The error or signal that ended `story` determines the exit code. Otherwise the code is the
+    result if it is an int, else 0. From now on known secrets are redacted in log records, and
+    SIGTERM, SIGINT and SIGHUP are handled: the first signal stops the command cleanly, the same one
+    again ends the process. Under nohup, SIGHUP stays ignored.
 
     Args:
         commits: Whether `story` commits results, and can continue after it was ended.

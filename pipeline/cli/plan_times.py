@@ -117,7 +117,7 @@ def _measured(
     if newest is None or not summary.get("tokens_per_second") or not summary.get("tokens"):
         return None
     speed = summary["tokens_per_second"] * summary[TIMED_STAGES[stage]] / summary["tokens"]
-    if stage == "train":  # its rate is that of all workers
+    if stage == "train":  # its rate counts all workers
         if not size.recipes:
             return None
         work = sum(recipe.total_steps * recipe.batch_tokens for recipe in size.recipes)

@@ -172,7 +172,7 @@ class SeedsConfig(Section):
     def not_empty(cls, value: tuple[SeedSource, ...]) -> tuple[SeedSource, ...]:
         """Refuse an empty `seeds.sources`."""
         if not value:
-            raise ValueError("name at least one source")
+            raise ValueError("set at least one source")
         return value
 
 

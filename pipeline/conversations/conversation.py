@@ -44,7 +44,7 @@ class Turn:
     """A user's question, and the seed's answer to it.
 
     `asked` is the user's message, followed by the function calls of the seed's assistant with their
-    results. `answer` is None if the seed has none, and `learned` is that of its message.
+    results. `answer` is None if the seed has none, and `learned` comes from its message.
     """
 
     asked: tuple[Message, ...]

@@ -100,7 +100,7 @@ class Dialogue:
         conversation: The seed conversation.
         template: The target's chat template.
         settings: The mode, the limits, and how flaws are handled.
-        sample: The number of this dialogue among those of the same conversation, from 1.
+        sample: The number of this dialogue within its conversation, from 1.
 
     Attributes:
         id: The conversation's id, to which samples after the first add `~<sample>`.

@@ -208,7 +208,7 @@ def delimited_rows(
         raise DataError(
             f"The header is not a CSV record: {error}.",
             path,
-            "Close its quotation mark, or name another file.",
+            "Close the quotation mark, or use another file.",
         ) from error
     require_columns(header, columns, path)
     while True:

@@ -2,8 +2,8 @@
 
 The rank of a held-out token is its index among a head's guesses: 0 if the first guess is right, 1
 if the second is. Greedy decoding writes the same text with any tree, so the ranks determine its
-steps with a static tree. For dynamic trees the rank is instead that of the token's node among all
-nodes that the heads propose in the step.
+steps with a static tree. For dynamic trees the rank is instead the index of the token's node among
+all nodes that the heads propose in the step.
 
 An acceleration rate is a ratio of sums, tokens over steps. The steps of one conversation are
 correlated, so the standard error is a bootstrap over conversations, not over steps (Efron and

@@ -57,7 +57,7 @@ class Forward:
         *,
         last_only: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Run a decoding forward; return what the heads read [B, T, X] and the logits [B, T, V].
+        """Run a decoding pass; return what the heads read [B, T, X] and the logits [B, T, V].
 
         With `last_only`, return the logits of the last position of each text, [B, 1, V], and of the
         lm_head's inputs that of the last position, [B, 1, D].

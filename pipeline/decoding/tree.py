@@ -65,7 +65,8 @@ def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[TreePath,
         is_list = isinstance(choice, list | tuple) and 0 < len(choice) <= num_heads
         if not is_list or any(type(rank) is not int or not 0 <= rank < top for rank in choice):
             raise ConfigError(
-                f"{choice!r} is no path of a tree over {num_heads} heads and {top} guesses each.",
+                f"{choice!r} is not a path of a tree over {num_heads} heads and {top} guesses"
+                " each.",
                 "choices",
                 "Give lists of ranks such as [0, 2].",
             )

@@ -52,7 +52,7 @@ def answer_lines(
 ) -> list[Line]:
     """Format a decoding method's answers in Spec-Bench's schema, one line per question.
 
-    Texts and counts are those of the first repetition, wall times are medians over all repetitions.
+    Texts and counts come from the first repetition, wall times are medians over all repetitions.
     """
     lines = {}
     for prompt, answer, *others in zip(prompts, *repetitions, strict=True):

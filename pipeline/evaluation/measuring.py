@@ -268,9 +268,9 @@ def _require_known_draft(config: Mapping[str, Any], directory: Path) -> None:
     for kind in OTHER_DRAFTS:
         if kind in named:
             raise DataError(
-                f"This is a draft model of the kind {kind}, which is not read here.",
+                f"Draft models of the kind {kind} are not supported.",
                 directory,
-                "Name Medusa heads, or an EAGLE-1 or EAGLE-3 model.",
+                "Pass Medusa heads, or an EAGLE-1 or EAGLE-3 model.",
             )
 
 

@@ -56,7 +56,7 @@ def published_drift(
 def drift_answers(rows: Iterable[TokenRow], room: int) -> Answers:
     """Draw the text that drift is measured on: parts of the calibrate split's answers.
 
-    The answers are those of up to `NUM_CONVERSATIONS` rows, see `draw_rows`. They have at most
+    The answers come from up to `NUM_CONVERSATIONS` rows, see `draw_rows`. They have at most
     `MAX_POSITIONS` tokens in total: of longer ones only a part is taken, equally long in each
     answer, at a place that a hash chooses.
     """

@@ -1,6 +1,6 @@
 """Measure the overhead of trees: seconds of a step with heads over seconds of a plain step.
 
-The steps are those of the check's decoder on this device. A step takes the same time whatever it
+The steps run in the check's decoder on this device. A step takes the same time whatever it
 accepts, so a few steps per prompt suffice. All sizes are measured in turns for each prompt, so that
 changes in the machine's speed affect them alike. The time of a step is the lower quartile, which
 interrupted steps hardly change. The first size that cannot be faster than plain decoding and all

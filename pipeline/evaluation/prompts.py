@@ -76,7 +76,7 @@ def require_prompts(prompts: Prompts, settings: CheckConfig) -> None:
         raise DataError(
             f"No prompt leaves room for {settings.max_new_tokens} tokens in the target's context.",
             f"check.prompts = {settings.prompts}",
-            "Lower check.max_new_tokens, or name other prompts.",
+            "Lower check.max_new_tokens, or set check.prompts to shorter prompts.",
         )
 
 

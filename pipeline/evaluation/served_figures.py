@@ -76,7 +76,7 @@ def served_categories(
 def load_rows_of_check(method: ServedMethod, plain: VLLMTexts, texts: VLLMTexts) -> list[LoadRow]:
     """Return a method's speed with one prompt at a time, and with all prompts at once.
 
-    Each rate is that of the prompts that were timed.
+    Each rate covers the prompts that were timed.
     """
     alone = [texts.accepted[row] for row in texts.seconds_in_turn[0]]
     rows = [_load_row(method.name, alone, 1, plain.in_turn(), texts.in_turn())]

@@ -201,7 +201,7 @@ def _logits_in_shapes(model: PreTrainedModel, prompt: list[int], answer: list[in
 
 
 class VllmLogits:
-    """The logits to ask of plain vLLM in order to compare its answers with those of other methods.
+    """The logits to ask of plain vLLM in order to compare its answers with other methods' answers.
 
     Answers are decoded again, all at once and one at a time, and some of their prefixes are read in
     one pass each: these shapes give δ. The places where a method's answer differs are read in

@@ -92,7 +92,7 @@ def free_gpu_memory() -> None:
 def check_executor(name: str) -> None:
     """Raise ConfigError unless `name` is `ray` or `inline`."""
     if name not in ("ray", "inline"):
-        raise ConfigError(f"There is no executor '{name}'.", "--executor", "It is ray or inline.")
+        raise ConfigError(f"There is no executor '{name}'.", "--executor", "Use ray or inline.")
 
 
 def make_executor(name: str) -> Executor:

@@ -113,7 +113,7 @@ def check_quantization(run: ResolvedRun) -> None:
         raise ConfigError(
             "vLLM cannot load a target that bitsandbytes quantizes.",
             f"target.quantization, {', '.join(keys)}",
-            "Set these keys to transformers or native, or name a target that is quantized already.",
+            "Set these keys to transformers or native, or target.model to a quantized checkpoint.",
         )
 
 
@@ -241,7 +241,7 @@ def check_prompts_file(run: ResolvedRun) -> None:
 
 
 def check_acceptance(run: ResolvedRun) -> None:
-    """Raise ConfigError if a parameter of the check does not go with its acceptance rule."""
+    """Raise ConfigError if a parameter of the check does not fit its acceptance rule."""
     check, key = run.config.check, None
     rule = check.acceptance
     if rule != "greedy" and check.temperature == 0:
@@ -250,7 +250,7 @@ def check_acceptance(run: ResolvedRun) -> None:
         key = "check.top_p"
     if key:
         raise ConfigError(
-            f"The value of {key} does not go with {rule} acceptance.",
+            f"The value of {key} cannot be used with {rule} acceptance.",
             key,
             "typical and rejection need a temperature above 0; top_p needs rejection.",
         )

@@ -50,7 +50,7 @@ def assemble_report(run: RunDirectory, config: Config, without: Collection[str] 
     """Return the report of a run's finished stages, except those in `without`.
 
     Hardware, versions and the commit of a Hub target are taken from the check. Without a check,
-    hardware and versions are those of this machine, and the commit is None.
+    hardware and versions describe this machine, and the commit is None.
     """
     figures = {}
     seconds = {}

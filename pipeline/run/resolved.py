@@ -84,7 +84,7 @@ class ResolvedRun:
 
     config: Config
     stages: tuple[str, ...]  # to run or keep, upstream first
-    open_stages: tuple[str, ...]  # those of them without a finished result in the store
+    open_stages: tuple[str, ...]  # the stages without a finished result in the store
     kind: type[Heads]
     method: Method
     shape: HeadsShape  # of hidden size and vocabulary 1 if the target is not available

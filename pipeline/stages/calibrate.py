@@ -75,8 +75,8 @@ FIGURES = {
 def upstream(config: Config) -> tuple[str, ...]:
     """Return the stages that calibrate reads: cached states, train, and generate.
 
-    The states are those of features or tuned-features, and for kinds of heads with `row_layers` row
-    states too.
+    The cached states come from features or tuned-features. For kinds of heads with `row_layers`,
+    row states are read too.
     """
     states = "tuned-features" if method_of(config.train).tunes_backbone else "features"
     stages = (states, "train", "generate")

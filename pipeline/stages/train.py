@@ -44,7 +44,7 @@ NOTHING_GAINED = (
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """Return the stages that the train stage reads: those of the method, and row states.
+    """Return the stages that the train stage reads: the method's stages, and row states.
 
     Row states are read for kinds of heads with `row_layers`.
     """

@@ -76,7 +76,7 @@ class StageDirectory:
     def at(cls, path: Path) -> StageDirectory:
         """Return the stage directory at `path`, which may be a copy.
 
-        Its stage and fingerprint are those of stage.json. Without that file, the stage is the one
+        Its stage and fingerprint come from stage.json. Without that file, the stage is the one
         in the directory's name and the fingerprint is empty.
         """
         described = Description.read(path) or Description(path.name.rpartition("-")[0], "")
@@ -256,7 +256,7 @@ class StageDirectory:
     def tasks(self, upstream: StageDirectory, receipts: dict[int, Receipt]) -> list[ShardTask]:
         """Return a task for each shard of the stage `upstream`, in order.
 
-        `receipts` are those of `upstream`.
+        `receipts` are the receipts of `upstream`.
         """
         tasks = []
         for index, receipt in sorted(receipts.items()):
@@ -267,7 +267,7 @@ class StageDirectory:
     def pending(self, tasks: Sequence[ShardTask], receipts: dict[int, Receipt]) -> list[ShardTask]:
         """Return the tasks whose shard is missing or was made from another upstream shard.
 
-        `receipts` are those of this stage.
+        `receipts` are this stage's receipts.
         """
         pending = []
         for task in tasks:
@@ -367,7 +367,7 @@ class StageDirectory:
         for path in self.parquet_files():
             receipt = read_receipt(path)
             if receipt is None or receipt.fingerprint != self.fingerprint:
-                problems.append(f"{path} is of another run, or damaged")
+                problems.append(f"{path} belongs to another run, or is damaged")
             elif receipt.note:
                 problems += receipt.note.file.problems(path)
             else:  # its writer was killed before the note; the pages have checksums

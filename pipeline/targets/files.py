@@ -141,7 +141,7 @@ def weight_names(directory: Path) -> list[str]:
     raise ConfigError(
         f"{directory} has no model.safetensors.",
         WHERE,
-        "Load the model with its own library, `save_pretrained` it, and name that directory.",
+        "Load the model with its own library, call `save_pretrained`, and use the saved directory.",
     )
 
 

@@ -168,7 +168,7 @@ def decode_tasks(tasks: Sequence[DecodeTask], report: Report) -> list[VLLMTexts]
 def decode_task(task: DecodeTask, report: Report) -> VLLMTexts:
     """Decode a task's prompts greedily in a vLLM engine in this process.
 
-    The engine is started, and closed afterwards. The texts are those of the last repeat.
+    The engine is started, and closed afterwards. The texts come from the last repeat.
     """
     report(part=f"{task.name} starts")
     arguments = {**task.engine_args, "enable_prefix_caching": False}

@@ -58,7 +58,7 @@ class VLLMGenerationEngine:
 
     Args:
         spec: The target.
-        engine_args: Arguments of `vllm.LLM`, which override those of this module.
+        engine_args: Arguments of `vllm.LLM`, which override this module's arguments.
         gpus: Tensor-parallel size; 0 runs on the CPU.
 
     Raises:
@@ -350,7 +350,7 @@ def _require_no_quantization(spec: TargetSpec) -> None:
         raise ConfigError(
             f"vLLM cannot load a target in {spec.quantization}.",
             "target.quantization",
-            "Unset it, name a checkpoint that is quantized already (AWQ, GPTQ, fp8), or take vllm"
+            "Unset it, set target.model to a quantized checkpoint (AWQ, GPTQ, fp8), or take vllm"
             " out of check.engines and generate.engine.",
         )
 

@@ -104,8 +104,8 @@ def running_server(
 def failure_reason(output: str) -> str:
     """Return the reason of the first refusal or exception in a server's output, else its last line.
 
-    A refusal is that of an argument by argparse or pydantic. Later exceptions are those of
-    processes that waited for the first one.
+    A refusal of an argument comes from argparse or pydantic. Later exceptions come from processes
+    that waited for the first one.
     """
     raised = REFUSED.search(output) or RAISED.search(output)
     if raised:

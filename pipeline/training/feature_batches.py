@@ -162,7 +162,7 @@ class Batch(NamedTuple):
     rows: Rows | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """Return this batch with a function applied to each tensor, those of the rows included."""
+        """Return this batch with a function applied to each tensor, the rows' tensors included."""
         rows = self.rows
         if rows is not None:
             rows = Rows(*map(change, rows))
@@ -191,7 +191,7 @@ def load_batches(
 
     Raises:
         DamagedShard: A page fails its checksum, or a shard is gone.
-        DataError: A shard is of another run.
+        DataError: A shard belongs to another run.
     """
     is_gpu = device.type == "cuda"
     ahead: deque[list[Piece]] = deque()

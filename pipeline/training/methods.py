@@ -193,6 +193,6 @@ def method_of(train: TrainConfig) -> Method:
         raise ConfigError(
             f"There is no training method '{train.method}'.",
             "train.method",
-            f"It is {' or '.join(METHODS)}.",
+            f"Set train.method to {' or '.join(METHODS)}.",
         )
     return METHODS[train.method]

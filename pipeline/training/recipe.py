@@ -89,8 +89,8 @@ class Recipe:
 
         Args:
             step: The number of finished steps, at least 1.
-            held_out_share: Positions of one evaluation over those of one epoch; 0 if nothing is
-                held out.
+            held_out_share: Positions of one evaluation over positions of one epoch; 0 if nothing
+                is held out.
         """
         parts = 1
         if held_out_share:

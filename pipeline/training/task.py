@@ -195,7 +195,7 @@ class Learner(ABC):
     modules: dict[str, nn.Module]  # the trained ones, by their name in checkpoints
     peak_lrs: dict[str, float]  # of each module
     recipe: Recipe  # `auto` resolved, equal on every worker
-    held_out_share: float  # positions of one evaluation over those of one epoch
+    held_out_share: float  # positions of one evaluation over positions of one epoch
 
     def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device):
         self.spec = spec
@@ -293,7 +293,7 @@ def choose_device(spec: TrainSpec) -> torch.device:
 def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
     """Context manager that converts CUDA out-of-memory and kernel errors to EnvironmentFault.
 
-    The error suggests the settings `saves_memory` and those of the kind of heads.
+    The error suggests the settings `saves_memory` and the settings of the kind of heads.
     """
     try:
         yield

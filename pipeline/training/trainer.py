@@ -58,7 +58,7 @@ def train(
 ) -> TrainResult:
     """Train all phases and return the result; read the result of a finished phase from disk.
 
-    The result is that of the last phase, with the earlier ones in `earlier`. The first worker
+    The last phase's result is returned, with the earlier ones in `earlier`. The first worker
     writes heads, summary, metrics, checkpoints and the learner's other outputs to the directory of
     each phase, and logs to the trackers.
 

@@ -93,5 +93,5 @@ def test_a_row_has_the_states_of_its_tokens(tmp_path_factory, lengths, bad, prec
 
 def test_row_features_of_another_run_are_refused(tmp_path):
     write(tmp_path / "b", conversations([6]), StateFormat(torch.bfloat16, D, layers=LAYERS))
-    with pytest.raises(DataError, match="of another run"):
+    with pytest.raises(DataError, match="belongs to another run"):
         RowStates([tmp_path / "b"], fingerprint="c", layers=LAYERS)
