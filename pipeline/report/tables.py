@@ -45,6 +45,8 @@ def sizes_table(report: Report) -> Table:
     if tree:
         sizes = {size.nodes: size for size in tree.sizes or []}
         table.note = f"{count(tree.nodes)} nodes are used."
+        if tree.dynamic:
+            table.note += " The tree is dynamic: each step verifies its most probable nodes."
         _add_expected(table, sizes, tree.nodes, "nodes", report)
     return table
 
