@@ -21,7 +21,7 @@ FIGURES = (
     "as predicted",
     "tokens per forward pass in vLLM",
     "tokens per second, PyTorch decoder: plain → with heads",
-    "answers identical to the model's own",
+    "answers identical",
     "epochs; Medusa heads or draft steps",
 )
 
