@@ -50,7 +50,7 @@ def test_a_damaged_dynamic_tree_is_named(tmp_path, sizes):
     stored = json.loads((tmp_path / TREE_FILE).read_text())
     (tmp_path / TREE_FILE).write_text(json.dumps(stored | {"dynamic": sizes}))
     for read in (read_calibration, lambda directory: read_tree(directory / TREE_FILE)):
-        with pytest.raises(DataError, match="no tree that calibrate wrote"):
+        with pytest.raises(DataError, match="not a tree that calibrate wrote"):
             read(tmp_path)
 
 
@@ -59,7 +59,7 @@ def test_a_damaged_tree_is_named(tmp_path, text):
     if text is not None:
         (tmp_path / TREE_FILE).write_text(text)
     with pytest.raises(
-        DataError, match=r"cannot be read|not a list of paths|no tree that calibrate wrote"
+        DataError, match=r"cannot be read|not a list of paths|not a tree that calibrate wrote"
     ) as caught:
         read_calibration(tmp_path)
     assert TREE_FILE in str(caught.value)
