@@ -202,8 +202,7 @@ class TreeCache(Cache):
     def _allocate(self) -> None:
         """Allocate one cache tensor per shape, dtype and device, and copy the first prompt."""
         self.allocation += 1
-        wanted_slots, self._num_places = self._wanted
-        self.num_slots = round_up_slots(wanted_slots)
+        self.num_slots, self._num_places = self._wanted
         kinds = defaultdict(list)
         for layer in self.layers:
             for name in ("keys", "values"):

@@ -35,8 +35,8 @@ def answer_ranks(
 ) -> HeldOutRanks:
     """Rank each token of the answers among the heads' first `top` guesses.
 
-    One forward of the target over each prompt and answer gives the states. A step may begin at
-    every token of an answer except the last. Answers of one token are left out, and no answer
+    One forward pass of the target over each prompt and answer gives the states. A step may begin
+    at every token of an answer except the last. Answers of one token are left out, and no answer
     counts as seen in training.
 
     Args:

@@ -1,9 +1,9 @@
 """Key/value cache of draft heads that attend to the text.
 
 The cache holds a key and a value for each position of a text that the target has computed. The keys
-of drafted tokens are never stored here, because they belong to one path of one tree. A forward may
-write padding behind a text's length; the next one overwrites it. Shapes are fixed and lengths stay
-on the device, so that a decoding step can be captured as a CUDA graph.
+of drafted tokens are never stored here, because they belong to one path of one tree. A forward pass
+may write padding behind a text's length; the next one overwrites it. Shapes are fixed and lengths
+stay on the device, so that a decoding step can be captured as a CUDA graph.
 
 Letters: B texts, G key-value heads, S slots, E head size, T rows of a forward pass.
 """

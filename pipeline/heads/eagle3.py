@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,13 @@ from pipeline.config.training import TrainConfig
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import ConfigError, DataError
 from pipeline.heads.draft_cache import DraftCache
-from pipeline.heads.kind import TOKEN_MAP, Heads, TargetWeights
+from pipeline.heads.kind import (
+    TOKEN_MAP,
+    Heads,
+    TargetWeights,
+    computing_dtype,
+    zero_parameter,
+)
 from pipeline.heads.rows import Rows
 from pipeline.heads.shapes import Eagle3Shape, ExportFormat
 
@@ -113,12 +120,7 @@ tensors' names replaced by `midlayer.`.
         size = shape.hidden_size
         queries = shape.attention_heads * shape.head_size
         keys = shape.key_value_heads * shape.head_size
-
-        def zeros(*sizes: int, trains: bool = True) -> nn.Parameter:
-            """Return a parameter of zeros, frozen unless `trains`."""
-            tensor = torch.zeros(*sizes, dtype=dtype, device=device)
-            return nn.Parameter(tensor, requires_grad=trains)
-
+        zeros = partial(zero_parameter, dtype=dtype, device=device)
         self.fc = zeros(size, shape.row_size)
         self.input_norm = zeros(size)
         self.hidden_norm = zeros(size)
@@ -191,16 +193,9 @@ tensors' names replaced by `midlayer.`.
         """Return RMSNorm(x) with one of the layer's weights."""
         return rms_norm(x, x.shape[-1:], weight_D.to(x.dtype), self.shape.norm_eps)
 
-    def _dtype(self) -> torch.dtype:
-        """Return autocast's dtype if autocast is enabled, otherwise the dtype of the weights."""
-        device = self.fc.device.type
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-        return self.fc.dtype
-
     def _read(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return x [..., 2 D] and r [..., D] of states [..., D] and the tokens [...] after them."""
-        hidden = hidden.to(self._dtype())
+        hidden = hidden.to(computing_dtype(self.fc))
         u = self._norm(hidden, self.hidden_norm)
         residual = u if self.shape.norm_before_residual else hidden
         embedded = self._norm(embedding(tokens, self.embedding).to(u.dtype), self.input_norm)
@@ -238,7 +233,7 @@ tensors' names replaced by `midlayer.`.
         """
         assert rows is not None, "these heads read whole rows"
         position_S = torch.arange(len(rows.tokens_S), device=next_N.device) - rows.start_S
-        read_SD = linear(rows.states_SX.to(self._dtype()), self.fc)
+        read_SD = linear(rows.states_SX.to(computing_dtype(self.fc)), self.fc)
         x_SZ, residual_SD = self._read(read_SD, rows.tokens_S)
         keys_1GSE, values_1GSE = self._key_values(x_SZ, position_S).permute(1, 2, 0, 3)[:, None]
         x_NZ = x_SZ.index_select(0, rows.learned_N)
@@ -273,10 +268,10 @@ tensors' names replaced by `midlayer.`.
     def advance(
         self, read_BTX: Tensor, next_BT: Tensor, num_B: Tensor, cache: DraftCache | None
     ) -> Tensor:
-        """Read positions that the target has computed; return each text's root [B, 1 + ...].
+        """Read positions that the target has computed; return each text's root [B, D + Z].
 
         The keys of all T positions are written to the cache, which grows by `num_B`. A root holds
-        its state y and room for the keys and values of the path below it.
+        its state y [D], and room [Z] for the keys and values of the path below it.
         """
         assert cache is not None
         row_T = torch.arange(read_BTX.shape[1], device=read_BTX.device)
@@ -535,7 +530,9 @@ def _key_value_heads(attention_heads: int) -> int:
 
 def _attention_heads(most: int) -> int:
     """Return the default number of query heads: `most`, from 8 on as a multiple of 8."""
-    return max(1, most) if most < KEY_VALUE_HEADS else most - most % KEY_VALUE_HEADS
+    if most < KEY_VALUE_HEADS:
+        return max(1, most)
+    return most - most % KEY_VALUE_HEADS
 
 
 def layers_of(wanted: Sequence[int] | str, num_layers: int) -> tuple[int, ...]:
@@ -547,7 +544,8 @@ def layers_of(wanted: Sequence[int] | str, num_layers: int) -> tuple[int, ...]:
         return (num_layers,)
     if isinstance(wanted, str):
         paper = {2, num_layers // 2, num_layers - 3}  # section 4 and the authors' code
-        return tuple(sorted(layer for layer in paper if 1 <= layer <= num_layers)) or (num_layers,)
+        layers = sorted(layer for layer in paper if 1 <= layer <= num_layers)
+        return tuple(layers or [num_layers])
     if max(wanted) > num_layers:
         raise ConfigError(
             f"The target has {num_layers} layers, and layer {max(wanted)} is configured.",

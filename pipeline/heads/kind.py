@@ -254,9 +254,7 @@ class Heads(nn.Module, ABC):
         matrix products are in its dtype.
         """
         states_KND = self.states(hidden_ND, next_N, labels_KN, rows)
-        device = hidden_ND.device.type
-        if torch.is_autocast_enabled(device):
-            states_KND = states_KND.to(torch.get_autocast_dtype(device))
+        states_KND = states_KND.to(computing_dtype(states_KND))
         labels_KN = self.vocabulary.rows_of_labels(labels_KN)
         tokens = self.vocabulary.token_map
         if teacher is not None and tokens is not None:
@@ -456,6 +454,21 @@ class Heads(nn.Module, ABC):
 
         The default replaces nothing.
         """
+
+
+def zero_parameter(
+    *sizes: int, dtype: torch.dtype | None, device: torch.device | None, trains: bool = True
+) -> nn.Parameter:
+    """Return a parameter of zeros, frozen unless `trains`."""
+    return nn.Parameter(torch.zeros(*sizes, dtype=dtype, device=device), requires_grad=trains)
+
+
+def computing_dtype(tensor: Tensor) -> torch.dtype:
+    """Return autocast's dtype if autocast is enabled on the tensor's device, else its own dtype."""
+    device = tensor.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return tensor.dtype
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 from pipeline.config.training import TrainConfig
 from pipeline.conversations.spans import IGNORED
 from pipeline.heads.draft_cache import DraftCache
-from pipeline.heads.kind import Heads, TargetWeights
+from pipeline.heads.kind import Heads, TargetWeights, computing_dtype, zero_parameter
 from pipeline.heads.rows import Rows
 from pipeline.heads.shapes import ExportFormat, RecurrentShape
 
@@ -98,12 +99,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         super().__init__(shape)
         size = shape.hidden_size
         inner = shape.intermediate_size
-
-        def zeros(*sizes: int, trains: bool = True) -> nn.Parameter:
-            """Return a parameter of zeros, frozen unless `trains`."""
-            tensor = torch.zeros(*sizes, dtype=dtype, device=device)
-            return nn.Parameter(tensor, requires_grad=trains)
-
+        zeros = partial(zero_parameter, dtype=dtype, device=device)
         self.fc = zeros(size, 2 * size)
         self.norm = zeros(size)
         self.gate = zeros(inner, size)
@@ -159,10 +155,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
 
         They are in autocast's dtype if autocast is enabled, otherwise in the dtype of the weights.
         """
-        dtype = self.fc.dtype
-        device = hidden.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        dtype = computing_dtype(self.fc)
         embedded = embedding(tokens, self.embedding).to(dtype)
         z = linear(torch.cat((embedded, hidden.to(dtype)), -1), self.fc)
         x = rms_norm(z, z.shape[-1:], self.norm.to(z.dtype), self.shape.norm_eps)
